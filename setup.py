@@ -21,12 +21,12 @@ COMPILED = [
     Extension(
         name,
         [name.replace(".", "/") + ".c"],
-        depends=["energon_bridge/processor.h"],
+        depends=["energon_bridge/core/processor.h"],
         extra_compile_args=["-O3"],
         py_limited_api=True,
         optional=True,
     )
-    for name in ("energon_bridge.format._tar", "energon_bridge.samples._pixels")
+    for name in ("energon_bridge.core.format._tar", "energon_bridge.core.samples._pixels")
 ]
 
 

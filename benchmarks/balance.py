@@ -44,15 +44,16 @@ from energon_bridge import (
     get_train_dataset,
     make_balance,
 )
-from energon_bridge.loader.shares import GlobalBatches, Sharing
-from energon_bridge.plan.balance import Imbalance, assign_microbatches, cut_window, imbalance
-from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.prepare.columns import add_column
-from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.planned import PlanRules, SampleTable
-from energon_bridge.testing import write_shard
-from energon_bridge.topology import default_num_lanes
+from energon_bridge.core.order.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
+from energon_bridge.core.order.topology import default_num_lanes
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.stream.leaf import Leaf
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.columns.making import add_column
+from energon_bridge.tools.testing import write_shard
+from energon_bridge.trainers.replica.assignment import Imbalance, assign_microbatches, cut_window, imbalance
+from energon_bridge.trainers.replica.planned import PlanRules, SampleTable
+from energon_bridge.trainers.replica.shares import GlobalBatches, Sharing
 
 SAMPLES, SHARDS, ROW, ROWS_PER_BATCH = 60_000, 12, 8_192, 4
 HIDDEN, PATCH_COST = 4_096, 0.1

@@ -22,11 +22,11 @@ import numpy as np
 
 from benchmarks.data import KINDS, make
 from energon_bridge import DefaultTaskEncoder, SampleDecoder, WorkerConfig, get_savable_loader, get_train_dataset
-from energon_bridge.format.checksums import Checksums
-from energon_bridge.format.dataset import open_dataset
-from energon_bridge.prepare import parse_patterns, prepare_dataset
-from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
-from energon_bridge.stream.reader import LeafReader
+from energon_bridge.core.format.checksums import Checksums
+from energon_bridge.core.format.dataset import open_dataset
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.stream.reader import LeafReader
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 
 POINTS = {"text": ("text", None), "caption/raw": ("caption", None), "caption/images": ("caption", "torchrgb8")}
 ARMS: dict[str, Checksums] = {"never": "never", "sampled": "sampled", "always": "always", "never again": "never"}

@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.balance import HIDDEN, MIXES, PATCH_COST, ROW, Sizes, write
 from energon_bridge import BatchCost, DefaultTaskEncoder, Packer, WorkerConfig, get_savable_loader, get_train_dataset
-from energon_bridge.task_encoder import LengthGrouper
-from energon_bridge.task_encoder.costs import cost_limit
+from energon_bridge.models.packing.grouping import LengthGrouper
+from energon_bridge.trainers.replica.costs import cost_limit
 
 COST = BatchCost(attention=1 / (12 * HIDDEN), patches=PATCH_COST)
 BUDGET, RANKS, LANES = 16_384, 64, 24

@@ -54,7 +54,7 @@ made = datasets.Dataset.from_dict({"image": [str(path) for path in paths], "capt
 made.cast_column("image", datasets.Image()).save_to_disk(out, num_proc=workers)
 """
 _PREPARE = "from megatron.energon.cli.main import main; main()"
-_CONVERT = "from energon_bridge.cli.main import main; main()"
+_CONVERT = "from energon_bridge.tools.cli.main import main; main()"
 
 
 def write_source(folder: Path, images: int) -> int:

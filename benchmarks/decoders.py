@@ -24,8 +24,8 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.data import SEED, jpeg, painted
-from energon_bridge.samples.pixels import resample_as_torch
-from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.models.images.resampling import resample_as_torch
 
 SIZE, ROUNDS = (640, 480), 41
 LIBRARIES = ("default", "pillow", "torchcodec", "imagecodecs", "pyav")

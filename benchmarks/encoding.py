@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from energon_bridge.samples import InterleavedSample, TextSample, VQASample
-from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, FixedTokenFamily
-from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+from energon_bridge.core.samples import InterleavedSample, TextSample, VQASample
+from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
+from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, FixedTokenFamily
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 SAMPLES, ROUNDS, WORDS, IMAGE_TOKENS, LONGEST = 200, 9, 3_000, 576, 8_192

@@ -46,10 +46,11 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.samples.base import over_tensors, pin_value, to_device
-from energon_bridge.task_encoder.families import ChatConfig, qwen_family
-from energon_bridge.task_encoder.inputs import model_inputs
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.samples.base import over_tensors, pin_value, to_device
+from energon_bridge.models.conversations.inputs import model_inputs
+from energon_bridge.models.families import ChatConfig, qwen_family
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 from benchmarks.sample_cpu import Encoder  # isort: skip

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from energon_bridge.format.foreign import ForeignRow
-from energon_bridge.rows.megatron_index import open_index
+from energon_bridge.core.format.foreign import ForeignRow
+from energon_bridge.tools.convert.megatron_index import open_index
 
 
 def write_sparse(folder: Path, documents: int, tokens: int, chosen: list[int]) -> Path:

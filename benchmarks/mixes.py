@@ -19,7 +19,8 @@ SAMPLES = 20
 
 def make(cache: Path, count: int) -> Path:
     """Return the folder with `count` prepared datasets; those that are not there are written now."""
-    from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+    from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+    from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 
     kind = KINDS["text"]
     folder = cache / "mixes"

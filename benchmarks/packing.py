@@ -35,9 +35,10 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.loader.document import read_lanes
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.testing import write_shard
+from energon_bridge.core.loader.document import read_lanes
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 SHARDS, SAMPLES_PER_SHARD, LANES, BUFFER, SAVES, ENCODED = 20, 5_000, 24, 1_000, 20, 500

@@ -28,10 +28,10 @@ from transformers import (
     SiglipImageProcessorPil,
 )
 
-from energon_bridge.loader.workers import keep_freed_memory
-from energon_bridge.samples import _pixels
-from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.pixels import pixel_path
+from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.loader.workers import keep_freed_memory
+from energon_bridge.core.samples import _pixels
+from energon_bridge.models.images.pixels import pixel_path
 
 WIDTH, HEIGHT, ROUNDS = 640, 480, 41
 

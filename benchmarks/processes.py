@@ -35,7 +35,9 @@ def systems(own_python: str, rival_python: str) -> dict[str, System]:
     return {
         system.name: system
         for system in (
-            System(name="ours", python=own_python, runner="benchmarks.systems.ours", cli="energon_bridge.cli.main"),
+            System(
+                name="ours", python=own_python, runner="benchmarks.systems.ours", cli="energon_bridge.tools.cli.main"
+            ),
             System(
                 name="energon",
                 python=rival_python,

@@ -17,8 +17,8 @@ from collections import Counter
 
 import numpy as np
 
-from energon_bridge.loader.ray_relay import home_of
-from energon_bridge.topology import Ownership, lane_units
+from energon_bridge.cloud.ray.ray_relay import home_of
+from energon_bridge.core.order.topology import Ownership, lane_units
 
 STEP_SECONDS, MAKE_SECONDS, SPREAD = 1.0, 1.5, 0.5
 """A step of training; the mean time of making a microbatch, and the sigma of its logarithm."""

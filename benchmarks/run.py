@@ -61,7 +61,7 @@ LANES = 24
 """Of a run of ours, unless it is told otherwise."""
 VERSIONS = {
     "ours": (
-        "import energon_bridge as e, torch as t; from energon_bridge.samples.streaming import STREAMS; "
+        "import energon_bridge as e, torch as t; from energon_bridge.core.samples.streaming import STREAMS; "
         "print('energon_bridge', e.__version__, '(compiled part in use)' if STREAMS else '(without compiled part)'); "
         "print('torch', t.__version__)"
     ),

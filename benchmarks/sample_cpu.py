@@ -31,10 +31,11 @@ from energon_bridge import (
     get_train_dataset,
     stateless,
 )
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.samples import _pixels
-from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, qwen_family
-from energon_bridge.task_encoder.pixels import PixelDtype
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.samples import _pixels
+from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, qwen_family
+from energon_bridge.models.images.pixels import PixelDtype
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 ROUNDS, DIFFERENT = 60, 64

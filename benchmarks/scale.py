@@ -27,7 +27,7 @@ from typing import Any
 import click
 import numpy as np
 
-_COMMAND = "from energon_bridge.cli.main import main; main()"
+_COMMAND = "from energon_bridge.tools.cli.main import main; main()"
 _SPARSE = "from benchmarks.scale import read_sparse; read_sparse({per_shard}); " + _COMMAND
 _PAUSE_SECONDS = 0.05
 _END = 1024  # bytes that end a tar
@@ -63,7 +63,7 @@ def write_shard(path: Path, first: int, count: int, *, sparse: bool) -> None:
 
 def read_sparse(per_shard: int) -> None:
     """Let reads of the tars of this process and its children return what `write_shard` would have written."""
-    from energon_bridge.storage import LocalStore
+    from energon_bridge.core.storage import LocalStore
 
     read_file = LocalStore.read_range
 

@@ -15,10 +15,10 @@ from fractions import Fraction
 import numpy as np
 
 from energon_bridge import AspectTiers
-from energon_bridge.plan.buckets import BucketBlend
-from energon_bridge.plan.choose import Chooser, Standing, plain_cursors
-from energon_bridge.plan.leaf import LeafOrder, Round, slice_length
-from energon_bridge.stream.leaf import Leaf
+from energon_bridge.core.order.choose import Chooser, Standing, plain_cursors
+from energon_bridge.core.order.leaf import LeafOrder, Round, slice_length
+from energon_bridge.core.stream.leaf import Leaf
+from energon_bridge.tools.columns.buckets import BucketBlend
 
 SAMPLES, CLASSES, LANES, LAPS = 200_000, 100, 64, 1200
 

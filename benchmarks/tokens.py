@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.plan.amounts import AmountBlend, Amounts
-from energon_bridge.plan.blend import WeightedBlend
-from energon_bridge.plan.changes import LeafBans
-from energon_bridge.plan.choose import AnyBlend, Chooser, Standing, plain_cursors
-from energon_bridge.plan.leaf import LeafOrder, slice_length
-from energon_bridge.stream.planned import PlannedLane, PlanRules, SampleTable
-from energon_bridge.stream.state import LaneState
-from energon_bridge.task_encoder.packing import Packer
+from energon_bridge.core.order.blend import WeightedBlend
+from energon_bridge.core.order.changes import LeafBans
+from energon_bridge.core.order.choose import AnyBlend, Chooser, Standing, plain_cursors
+from energon_bridge.core.order.leaf import LeafOrder, slice_length
+from energon_bridge.core.stream.state import LaneState
+from energon_bridge.models.packing.packing import Packer
+from energon_bridge.tools.columns.amounts import AmountBlend, Amounts
+from energon_bridge.trainers.replica.planned import PlannedLane, PlanRules, SampleTable
 
 DATASETS, SAMPLES, WINDOW, DRAWS = 10, 20_000, 1_000_000, 1_000_000
 

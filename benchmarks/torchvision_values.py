@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from energon_bridge.errors import SampleError
-from energon_bridge.task_encoder.families import llava_next_family, qwen_family
-from energon_bridge.task_encoder.pixels import PixelPath, pixel_path
+from energon_bridge.core.errors import SampleError
+from energon_bridge.models.families import llava_next_family, qwen_family
+from energon_bridge.models.images.pixels import PixelPath, pixel_path
 
 MODES = ("RGB", "RGB", "L", "P", "CMYK", "I;16")
 LARGEST = 1200

@@ -31,8 +31,8 @@ from energon_bridge import (
     get_train_dataset,
     get_val_dataset,
 )
-from energon_bridge.integrations.huggingface import EnergonTrainer
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
+from energon_bridge.trainers.huggingface import EnergonTrainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 IMAGE_TOKEN, IMAGE_SIZE, PATCH_SIZE = 259, 16, 8

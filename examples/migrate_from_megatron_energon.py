@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from energon_bridge import compat, get_savable_loader
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 compat.install()  # before anything imports megatron.energon; or: python -m energon_bridge.compat train.py
 

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from energon_bridge import EnergonDataloader, WorkerConfig, get_savable_loader, get_train_dataset
-from energon_bridge.task_encoder import model_inputs
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge import EnergonDataloader, WorkerConfig, get_savable_loader, get_train_dataset, model_inputs
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # for programs that load this file by its path
 from huggingface_trainer import make_encoder, make_model

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
 
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
-from energon_bridge.integrations.torchft import ReplicaDataloader, gather_states
+from energon_bridge.trainers.torchft import ReplicaDataloader, gather_states
 
 LANES = 6
 

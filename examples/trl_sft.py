@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from energon_bridge import WorkerConfig, get_train_dataset
-from energon_bridge.integrations.huggingface import EnergonTrainer
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
+from energon_bridge.trainers.huggingface import EnergonTrainer
 
 
 class EnergonSFTTrainer(EnergonTrainer, SFTTrainer):

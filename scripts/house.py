@@ -80,7 +80,7 @@ def files_of(act: Callable[[], Any]) -> list[str]:
 def ways() -> dict[str, list[str]]:
     """Return the files that a sample and a state pass, in a loader without workers."""
     from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
-    from energon_bridge.testing import create_captioning_test_dataset
+    from energon_bridge.tools.testing import create_captioning_test_dataset
 
     with tempfile.TemporaryDirectory() as folder:
         path = create_captioning_test_dataset(Path(folder) / "data")

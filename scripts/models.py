@@ -40,9 +40,9 @@ from processors import (  # type: ignore[import-not-found]
 )
 from text_models import KINDS, WAYS, text_model, worst_difference  # type: ignore[import-not-found]
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, ProcessorFamily
-from energon_bridge.task_encoder.families.registry import NATIVE
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, ProcessorFamily
+from energon_bridge.models.families.registry import NATIVE
 
 MARK = "<!-- The table below is written by scripts/models.py. -->"
 NEXT = "\n## Packs and rows"

@@ -22,8 +22,8 @@ import click
 import yaml
 
 import energon_bridge
-import energon_bridge.errors
-from energon_bridge.cli.main import main as energon
+import energon_bridge.core.errors
+from energon_bridge.tools.cli.main import main as energon
 from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import data_settings
 
@@ -45,12 +45,12 @@ API = {
     "preparing": ("Writing datasets", ("prepare.shard_writer",)),
     "errors": ("Errors and policies", ("stream.policy", "loader.quarantine", "errors")),
 }
-# Public names that are imported from their layer, `from energon_bridge.av import AVDecoder`.
+# Public names that are imported from their layer, `from energon_bridge.models.av import AVDecoder`.
 IN_LAYERS = {
     "av": ("AVData", "AVDecoder", "get_clips_uniform", "get_single_frames_uniform"),
     "errors": tuple(
         name
-        for name, value in vars(energon_bridge.errors).items()
+        for name, value in vars(energon_bridge.core.errors).items()
         if isinstance(value, type) and issubclass(value, Exception) and name not in ("EnergonError", "SkipSample")
     ),
     "format.media": ("AVMetadata", "ImageMetadata"),
@@ -248,14 +248,14 @@ def api_pages() -> dict[str, str]:
         lines += [
             f"## {title}",
             "",
-            f"::: energon_bridge.integrations.{module}",
+            f"::: energon_bridge.trainers.{module}",
             "    options:",
             "      heading_level: 3",
             "",
         ]
     pages["integrations"] = "\n".join(lines).rstrip() + "\n"
     overview += ["## [Integrations](integrations.md)", ""]
-    overview += [", ".join(f"`energon_bridge.integrations.{module}`" for module in INTEGRATIONS.values()), ""]
+    overview += [", ".join(f"`energon_bridge.trainers.{module}`" for module in INTEGRATIONS.values()), ""]
     pages["index"] = "\n".join(overview).rstrip() + "\n"
     return pages
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from left_behind import left_processes, left_shared_memory, shared_memory
 from paths import FIXTURES, HELPERS
 
-from energon_bridge.format import parallel
+from energon_bridge.core.format import parallel
 
 # Before anything imports torch, tokenizers or the hub client.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -186,7 +186,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the Megatron-LM that tests/integrations/test_pretrain.py ran with, where it ran."""
+    """Name the Megatron-LM that tests/trainers/test_pretrain.py ran with, where it ran."""
     passed = terminalreporter.stats.get("passed", [])
     for version in sorted({value for report in passed for name, value in report.user_properties if name == MEGATRON}):
         terminalreporter.write_line(f"pretrain() of {MEGATRON} ran: megatron-core {version}")

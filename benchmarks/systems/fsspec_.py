@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import energon_bridge
 from benchmarks.systems.same_api import run
-from energon_bridge.registry import registered
+from energon_bridge.core.registry import registered
 
 if __name__ == "__main__":
     stores = registered("store")

@@ -67,7 +67,7 @@ def with_energon(job: Job, collate: Collate) -> Any:
 
 def ours(job: Job, folder: Path) -> Any:
     import energon_bridge
-    from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
+    from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
 
     def cook(sample: dict[str, Any]) -> ChatSample:
         keys = energon_bridge.basic_sample_keys(sample)

@@ -54,7 +54,7 @@ def packing(package: ModuleType) -> type:
 def resizing(package: ModuleType) -> type:
     """Return what makes images of the size that a model takes: torch's bytes, by our `resize`, or by torch itself."""
     if package.__name__ == "energon_bridge":
-        from energon_bridge.transforms import resize
+        from energon_bridge.models.images.transforms import resize
 
         def resized(image: Any) -> Any:
             return resize(image, (SIDE, SIDE), "bicubic")

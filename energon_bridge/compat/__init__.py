@@ -24,7 +24,7 @@ from typing import Any
 from energon_bridge.compat import table
 from energon_bridge.compat.surface import VERSION, modules
 from energon_bridge.compat.table import PACKAGE
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError
 
 __all__ = ["install"]
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from types import GeneratorType
 from typing import Any
 
-from energon_bridge import datasets
 from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.table import not_provided
 from energon_bridge.compat.wrapped import (
@@ -33,18 +32,19 @@ from energon_bridge.compat.wrapped import (
     WatchdogDataset,
     Wrapper,
 )
-from energon_bridge.errors import ConfigurationError, FatalSampleError, SkipSample
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.mix.flatten import flatten
-from energon_bridge.mix.leaves import number_leaves
-from energon_bridge.mix.schedule import WeightSchedule
-from energon_bridge.mix.tree import Blend, Concat
-from energon_bridge.stream.policy import DEFAULT_TOLERANCE
-from energon_bridge.stream.user_code import OwnHooks
-from energon_bridge.task_encoder.base import AugmentTaskEncoder, TaskEncoder
-from energon_bridge.task_encoder.deferred import decode_deferred
-from energon_bridge.task_encoder.hooks import Hook, hook_of, is_overridden
+from energon_bridge.core import datasets
+from energon_bridge.core.encoder.base import AugmentTaskEncoder, TaskEncoder
+from energon_bridge.core.encoder.deferred import decode_deferred
+from energon_bridge.core.encoder.hooks import Hook, hook_of, is_overridden
+from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SkipSample
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.mix.flatten import flatten
+from energon_bridge.core.mix.leaves import number_leaves
+from energon_bridge.core.mix.schedule import WeightSchedule
+from energon_bridge.core.mix.tree import Blend, Concat
+from energon_bridge.core.stream.policy import DEFAULT_TOLERANCE
+from energon_bridge.core.stream.user_code import OwnHooks
 
 FUNCTIONS = (MapDataset, FilterDataset, IterMapDataset)
 Step = Callable[[Any], Any]

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
-from energon_bridge import errors
 from energon_bridge.compat.records import FatalSampleError
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StoppedByPolicyError
-from energon_bridge.plan.blend import InTurns
-from energon_bridge.plan.choose import PassDraws
-from energon_bridge.rng import IntArray
-from energon_bridge.stream.conventions import Conventions, PassLeaf, attach
-from energon_bridge.task_encoder.hooks import UNKNOWN
-from energon_bridge.topology import Ownership
-from energon_bridge.worker_config import WorkerConfig
+from energon_bridge.core import errors
+from energon_bridge.core.encoder.hooks import UNKNOWN
+from energon_bridge.core.errors import ConfigurationError, EmptyDatasetError, StoppedByPolicyError
+from energon_bridge.core.order.blend import InTurns
+from energon_bridge.core.order.choose import PassDraws
+from energon_bridge.core.order.rng import IntArray
+from energon_bridge.core.order.topology import Ownership
+from energon_bridge.core.stream.conventions import Conventions, PassLeaf, attach
+from energon_bridge.core.worker_config import WorkerConfig
 
 ENDLESS = 1 << 62
 """Steps of a pass that repeats without end."""

@@ -17,10 +17,10 @@ from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import JsonlPreparator, WebdatasetPreparator
 from energon_bridge.compat.records import DEFAULT_DECODER
 from energon_bridge.compat.table import not_provided
-from energon_bridge.errors import MetadataError
-from energon_bridge.format.dataset_config import load_function
-from energon_bridge.format.field_map import FieldMap
-from energon_bridge.storage import open_store
+from energon_bridge.core.errors import MetadataError
+from energon_bridge.core.format.dataset_config import load_function
+from energon_bridge.core.format.field_map import FieldMap
+from energon_bridge.core.storage import open_store
 
 _MAKING: ContextVar[bool] = ContextVar("energon_bridge_making", default=False)
 """Whether a dataset class is being made for a dataset.yaml that names it."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from energon_bridge import task_encoder
 from energon_bridge.compat.wrapped import (
     BlendDataset,
     ConcatDataset,
@@ -21,6 +20,7 @@ from energon_bridge.compat.wrapped import (
     ShuffleBufferDataset,
     Wrapper,
 )
+from energon_bridge.core import encoder as task_encoder
 
 SampleT = TypeVar("SampleT")
 EncodedT = TypeVar("EncodedT")

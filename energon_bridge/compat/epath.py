@@ -20,8 +20,8 @@ from typing import IO, Any, Self
 
 import fsspec
 
-from energon_bridge.errors import ConfigurationError, MetadataError
-from energon_bridge.mix.paths import resolve_path
+from energon_bridge.core.errors import ConfigurationError, MetadataError
+from energon_bridge.core.mix.paths import resolve_path
 
 DEFAULT_PROFILE_NAME = "__filesystem__"
 """The profile of multi-storage-client that is this machine's file system."""

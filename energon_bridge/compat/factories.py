@@ -18,12 +18,12 @@ from energon_bridge.compat.encoders import DatasetBlendMode
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import prepare_metadataset
 from energon_bridge.compat.table import not_provided
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.mix import JoinRef, Mix, MixIndex, load_mix
-from energon_bridge.mix.paths import DatasetKind, kind_of_source
-from energon_bridge.stores import FileStore
-from energon_bridge.stream.leaf import StorePool
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.mix import JoinRef, Mix, MixIndex, load_mix
+from energon_bridge.core.mix.paths import DatasetKind, kind_of_source
+from energon_bridge.core.stores import FileStore
+from energon_bridge.core.stream.leaf import StorePool
 
 _DEFAULT: Any = object()
 _SHUFFLE = "shuffle_over_epochs_multiplier"

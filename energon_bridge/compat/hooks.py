@@ -25,8 +25,8 @@ from energon_bridge.compat.wrapped import (
     ShuffleBufferDataset,
     Wrapper,
 )
-from energon_bridge.errors import NotProvidedError
-from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.core.errors import NotProvidedError
+from energon_bridge.core.loader.run_plan import DatasetSpec
 
 
 def get_train_dataset(path: Any, **kwargs: Any) -> DatasetSpec:

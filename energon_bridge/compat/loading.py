@@ -19,23 +19,23 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
 import numpy as np
 import torch.utils.data
 
-from energon_bridge import datasets, task_encoder, worker_config
 from energon_bridge.compat import encoders, records, trusted
 from energon_bridge.compat.composed import make_loader
 from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.dataset_classes import IMAGE_DECODE
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import NoSuchPart, not_provided
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import JsonlDataset, is_jsonl
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.mix.leaves import OpenLeaf
-from energon_bridge.samples import SourceInfo
-from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.task_encoder import SampleDecoder, hooks
+from energon_bridge.core import datasets, encoder as task_encoder, worker_config
+from energon_bridge.core.encoder import SampleDecoder, hooks
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.format.join import JoinedDataset
+from energon_bridge.core.format.jsonl import JsonlDataset, is_jsonl
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.mix.leaves import OpenLeaf
+from energon_bridge.core.samples import SourceInfo
+from energon_bridge.core.stream.policy import ErrorPolicy
 
 # ---------------------------------------------------------------------------------------------------------------------
 # `WorkerConfig` and the error handlers of megatron-energon.

@@ -1,4 +1,4 @@
-"""Preparing datasets by the classes that megatron-energon's scripts call; `energon_bridge.prepare` does the work."""
+"""Preparing datasets by the classes that megatron-energon's scripts call; `energon_bridge.core.prepare` does the work."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fractions import Fraction
 from typing import Any, Self
 
 from energon_bridge.compat.table import not_provided
-from energon_bridge.errors import ConfigurationError, ShardMissingError
-from energon_bridge.format.jsonl import index_jsonl
-from energon_bridge.format.nvmeta import expand_braces
-from energon_bridge.prepare import SplitRule, prepare_dataset, rebuild_index
-from energon_bridge.prepare.duplicates import rename_duplicates
-from energon_bridge.prepare.joins import mix_joins, prepare_join
-from energon_bridge.prepare.media import MediaFilter, prepare_media
-from energon_bridge.prepare.split import find_shards
-from energon_bridge.storage import open_store
+from energon_bridge.core.errors import ConfigurationError, ShardMissingError
+from energon_bridge.core.format.jsonl import index_jsonl
+from energon_bridge.core.format.nvmeta import expand_braces
+from energon_bridge.core.prepare import SplitRule, prepare_dataset, rebuild_index
+from energon_bridge.core.prepare.split import find_shards
+from energon_bridge.core.storage import open_store
+from energon_bridge.tools.check.duplicates import rename_duplicates
+from energon_bridge.tools.check.joins import mix_joins, prepare_join
+from energon_bridge.tools.check.media import MediaFilter, prepare_media
 
 _SHUFFLE_SEED = 42
 Ratios = Sequence[tuple[str, float]]
@@ -57,7 +57,7 @@ class MediaFilterConfig:
 
 
 class WebdatasetPreparator:
-    """Prepares folders of tars; all errors are those of `energon_bridge.prepare.prepare_dataset`."""
+    """Prepares folders of tars; all errors are those of `energon_bridge.core.prepare.prepare_dataset`."""
 
     @classmethod
     def prepare_dataset(

@@ -12,9 +12,9 @@ import torch
 import yaml
 
 from energon_bridge.compat.factories import get_dataset_from_config
-from energon_bridge.datasets import get_loader
-from energon_bridge.errors import EmptyDatasetError, EnergonError
-from energon_bridge.worker_config import WorkerConfig
+from energon_bridge.core.datasets import get_loader
+from energon_bridge.core.errors import EmptyDatasetError, EnergonError
+from energon_bridge.core.worker_config import WorkerConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples as text, for programs that print or log them: one line, or YAML with a summary of each tensor.

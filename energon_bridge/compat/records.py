@@ -12,17 +12,18 @@ from enum import Enum
 from importlib.util import find_spec
 from typing import Any, ClassVar, Self
 
-from energon_bridge import av, errors, task_encoder
+from energon_bridge.cloud import file_cache
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import not_provided
-from energon_bridge.errors import ConfigurationError, MetadataError
-from energon_bridge.format.documents import parse_document
-from energon_bridge.format.jsonl import open_jsonl
-from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER
-from energon_bridge.samples import SourceInfo
-from energon_bridge.samples.base import pin_value
-from energon_bridge.stores import file_cache
-from energon_bridge.stores.cache import Lazy
+from energon_bridge.core import encoder as task_encoder, errors
+from energon_bridge.core.errors import ConfigurationError, MetadataError
+from energon_bridge.core.format.documents import parse_document
+from energon_bridge.core.format.jsonl import open_jsonl
+from energon_bridge.core.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER
+from energon_bridge.core.samples import SourceInfo
+from energon_bridge.core.samples.base import pin_value
+from energon_bridge.core.stores.cache import Lazy
+from energon_bridge.models import av
 
 SYSTEM_EXCEPTIONS = (
     SystemError,
@@ -264,7 +265,7 @@ AV_DECODE_AVAILABLE = find_spec("av") is not None
 
 
 class AVDecoder(av.AVDecoder):
-    """A video, or sound, to take clips from; the arguments are those of `energon_bridge.av.AVDecoder`.
+    """A video, or sound, to take clips from; the arguments are those of `energon_bridge.models.av.AVDecoder`.
 
     A range that begins beyond the end gives no clip, so that there are fewer clips than ranges.
     """

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import energon_bridge
 from energon_bridge.compat.surface import VERSION, modules
-from energon_bridge.errors import NotProvidedError
+from energon_bridge.core.errors import NotProvidedError
 
 Kind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
 
@@ -36,23 +36,23 @@ class Entry:
 # Ours under the same name, but not among the names of `energon_bridge` itself; or under another one.
 _ELSEWHERE = {
     "BasicDataLoader": "energon_bridge:SavableDataLoader",
-    "DirectLazy": "energon_bridge.stores.cache:DirectLazy",
-    "DuplicateSampleKeyError": "energon_bridge.errors:DuplicateKeyError",
-    "FileStoreDecoder": "energon_bridge.stores.base:Decoder",
-    "MediaMetadataBase": "energon_bridge.format.media:MediaMetadata",
-    "add_source_info": "energon_bridge.samples:add_source_info",
-    "collapse": "energon_bridge.format.nvmeta:collapse_braces",
-    "main": "energon_bridge.cli.main:main",
-    "AVData": "energon_bridge.av:AVData",
-    "AVMetadata": "energon_bridge.format.media:AVMetadata",
-    "EmptyDatasetError": "energon_bridge.errors:EmptyDatasetError",
-    "FieldAccessError": "energon_bridge.errors:FieldAccessError",
-    "ImageMetadata": "energon_bridge.format.media:ImageMetadata",
-    "JsonlFileStore": "energon_bridge.stores:JsonlFileStore",
-    "VQAOCRSample": "energon_bridge.samples:VQAOCRSample",
-    "WebdatasetFileStore": "energon_bridge.stores:WebdatasetFileStore",
-    "get_clips_uniform": "energon_bridge.av:get_clips_uniform",
-    "get_single_frames_uniform": "energon_bridge.av:get_single_frames_uniform",
+    "DirectLazy": "energon_bridge.core.stores.cache:DirectLazy",
+    "DuplicateSampleKeyError": "energon_bridge.core.errors:DuplicateKeyError",
+    "FileStoreDecoder": "energon_bridge.core.stores.base:Decoder",
+    "MediaMetadataBase": "energon_bridge.core.format.media:MediaMetadata",
+    "add_source_info": "energon_bridge.core.samples:add_source_info",
+    "collapse": "energon_bridge.core.format.nvmeta:collapse_braces",
+    "main": "energon_bridge.tools.cli.main:main",
+    "AVData": "energon_bridge.models.av:AVData",
+    "AVMetadata": "energon_bridge.core.format.media:AVMetadata",
+    "EmptyDatasetError": "energon_bridge.core.errors:EmptyDatasetError",
+    "FieldAccessError": "energon_bridge.core.errors:FieldAccessError",
+    "ImageMetadata": "energon_bridge.core.format.media:ImageMetadata",
+    "JsonlFileStore": "energon_bridge.core.stores:JsonlFileStore",
+    "VQAOCRSample": "energon_bridge.core.samples:VQAOCRSample",
+    "WebdatasetFileStore": "energon_bridge.core.stores:WebdatasetFileStore",
+    "get_clips_uniform": "energon_bridge.models.av:get_clips_uniform",
+    "get_single_frames_uniform": "energon_bridge.models.av:get_single_frames_uniform",
 }
 
 _ADAPTERS = {
@@ -118,7 +118,7 @@ _FACTORIES = (
     "JoinedWebdatasetFactory",
     "StandardWebdatasetFactory",
 )
-OLDER = {"VideoData": "annotate with energon_bridge.av.AVDecoder, which videos are since version 6"}
+OLDER = {"VideoData": "annotate with energon_bridge.models.av.AVDecoder, which videos are since version 6"}
 """Names that older versions have, and programs import for annotations; what to use instead."""
 _STATE_ADVICE = "states of megatron-energon unpickle to it, and loaders refuse them by name: begin with `start_at=`"
 
@@ -133,7 +133,7 @@ def describe(name: str, module: str) -> Entry:
     if name == "command" and module == "tools.preview":
         return Entry(kind="adapter", target=f"{_HERE}.preview:command")
     if name == "command" and module in _COMMANDS:
-        return Entry(kind="ours", target=f"energon_bridge.cli.{_COMMANDS[module]}:command")
+        return Entry(kind="ours", target=f"energon_bridge.tools.cli.{_COMMANDS[module]}:command")
     if name in _VALUES:
         return Entry(kind="value", target=repr(_VALUES[name]))
     if name in _STATES:
@@ -197,7 +197,7 @@ def _is_factory(name: str) -> bool:
 @cache
 def _factory(name: str, base: type) -> type:
     """Return the dataset class of a name: derived from the base class, with its sample type if the name implies one."""
-    from energon_bridge.samples import sample_type_by_name
+    from energon_bridge.core.samples import sample_type_by_name
 
     known = {} if name in _FACTORIES else {"__sample_type__": sample_type_by_name(name)}
     return type(name, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **known})
@@ -276,7 +276,7 @@ ADVICE = {
     "FileStoreWrapper": "derive from energon_bridge.FileStore and give it `read` and `get_path`",
     "SavableDatasetWrapper": "loaders keep their state themselves: save_state_rank",
     "SimpleSavableDatasetWrapper": "loaders keep their state themselves: save_state_rank",
-    "WebdatasetMeta": "energon_bridge.format.open_dataset reads the metadata of a dataset",
+    "WebdatasetMeta": "energon_bridge.core.format.open_dataset reads the metadata of a dataset",
     "ImageDecoderType": "annotate with str; SampleDecoder refuses a form that does not exist",
     "AVDecoderType": "annotate with str; SampleDecoder refuses a form that does not exist",
     "FeatureBatcher": "annotate with Callable[[list], Any]",
@@ -292,19 +292,19 @@ ADVICE = {
 }
 
 MODULE_ADVICE = {
-    "av": "use energon_bridge.av.AVDecoder, which SampleDecoder makes of videos and sound",
+    "av": "use energon_bridge.models.av.AVDecoder, which SampleDecoder makes of videos and sound",
     "cli": "run the command `energon`",
     "dataset_config": "get_train_dataset reads dataset.yaml",
     "deprecation": "use the standard warnings module",
     "epathlib": "URLs are opened by fsspec, which has its own configuration",
     "eyaml": "use the yaml package",
     "flavors.jsonl": "open the .jsonl file with get_train_dataset; `energon prepare FILE.jsonl` writes its index",
-    "flavors.webdataset": "energon_bridge.format reads datasets and `energon prepare` writes them",
+    "flavors.webdataset": "energon_bridge.core.format reads datasets and `energon prepare` writes them",
     "flavors.webdataset.aggregator_pool": "use concurrent.futures",
     "flavors.webdataset.tar_patcher": "`energon prepare --fix-duplicates` renames duplicates",
     "fork_hook": "use before_fork_hook and its kin, or os.register_at_fork",
     "local_copy": "data is read by ranges from where it lies, and no copy is made",
-    "media": "energon_bridge.prepare.media.prepare_media and `energon prepare-media` write media metadata",
+    "media": "energon_bridge.tools.check.media.prepare_media and `energon prepare-media` write media metadata",
     "metadataset": "pass the path of the YAML file, or the same as a dict, to get_train_dataset",
     "module_loader": "a dataset's own code runs with trust_remote_code=True",
     "retry_stream": "reads are retried where the storage says so",

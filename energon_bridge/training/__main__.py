@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, EnergonError
+from energon_bridge.core.errors import ConfigurationError, DatasetNotFoundError, EnergonError
 from energon_bridge.training.config_file import PACKAGE_CONFIGS, dump_config, find_config, key_hint, load_config
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError, EnergonError
-from energon_bridge.task_encoder.families.registry import model_place
+from energon_bridge.core.errors import ConfigurationError, EnergonError
+from energon_bridge.models.families.registry import model_place
 
 _IMAGE, _PAD = "<image>", "<pad>"
 

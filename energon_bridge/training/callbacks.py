@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.errors import did_you_mean, optional_packages
-from energon_bridge.replica.warmup import CostWarmup
-from energon_bridge.storage import write_file
-from energon_bridge.task_encoder.costs import record_time
+from energon_bridge.core.dataloader import EnergonDataloader
+from energon_bridge.core.errors import did_you_mean, optional_packages
+from energon_bridge.core.storage import write_file
+from energon_bridge.trainers.replica.costs import record_time
+from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training.config import CheckpointConfig
 from energon_bridge.training.module import VisionLanguageModule
 

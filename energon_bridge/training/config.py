@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

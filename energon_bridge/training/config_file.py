@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
-from energon_bridge.storage import write_file
+from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError, did_you_mean
+from energon_bridge.core.storage import write_file
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
 
 PACKAGE_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -130,7 +130,7 @@ class _Text(str):
 
 def data_settings() -> dict[str, inspect.Parameter]:
     """Return the settings of the data module that a file may have besides the fields of `DataConfig`: plain values."""
-    from energon_bridge.datamodule import EnergonMultiModalDataModule  # takes seconds to import
+    from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule  # takes seconds to import
 
     parameters = inspect.signature(EnergonMultiModalDataModule).parameters
     own = {*_fields(DataConfig), *_SET_BY_TRAINING}

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from energon_bridge.errors import ConfigurationError, EnergonError
-from energon_bridge.rng import key_of, shuffled
+from energon_bridge.core.errors import ConfigurationError, EnergonError
+from energon_bridge.core.order.rng import key_of, shuffled
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIDE = 32

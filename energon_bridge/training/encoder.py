@@ -13,8 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.rows.turns import (
+from energon_bridge.core.encoder.cooking import Cooker, basic_sample_keys
+from energon_bridge.core.errors import ConfigurationError, SampleError
+from energon_bridge.core.samples import MultiChoiceVQASample, VQAOCRSample, VQASample
+from energon_bridge.core.stores import FileStore
+from energon_bridge.models.conversations.conversation import own_media, with_segments
+from energon_bridge.models.conversations.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
+from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS
+from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     MEDIA,
     PAIRS,
@@ -27,11 +33,7 @@ from energon_bridge.rows.turns import (
     read_turns,
     system_prompt,
 )
-from energon_bridge.samples import MultiChoiceVQASample, VQAOCRSample, VQASample
-from energon_bridge.stores import FileStore
-from energon_bridge.task_encoder.conversation import own_media, with_segments
-from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys
-from energon_bridge.task_encoder.families import (
+from energon_bridge.models.families import (
     CHATML_TEMPLATE,
     LLAVA_TEMPLATE,
     QWEN_VL_TEMPLATE,
@@ -42,11 +44,9 @@ from energon_bridge.task_encoder.families import (
     ProcessorFamily,
     QwenFamily,
 )
-from energon_bridge.task_encoder.families.rendering import placeholder_tokens
-from energon_bridge.task_encoder.families.vision import PreparedSample
-from energon_bridge.task_encoder.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
-from energon_bridge.task_encoder.packing import SAMPLES, Packer
-from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
+from energon_bridge.models.families.rendering import placeholder_tokens
+from energon_bridge.models.families.vision import PreparedSample
+from energon_bridge.models.packing.packing import SAMPLES, Packer
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.presets import ModelBundle
 

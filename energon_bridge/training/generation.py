@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.storage import write_file
-from energon_bridge.task_encoder.multimodal import MultiModalBatch
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.storage import write_file
+from energon_bridge.models.conversations.multimodal import MultiModalBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from energon_bridge.errors import ConfigurationError, EnergonError
+from energon_bridge.core.errors import ConfigurationError, EnergonError
 
 
 def write_captions(

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from energon_bridge.errors import ConfigurationError, optional_packages
-from energon_bridge.integrations.feedback import MixFeedback
-from energon_bridge.rng import key_of
-from energon_bridge.task_encoder.inputs import (
+from energon_bridge.core.errors import ConfigurationError, optional_packages
+from energon_bridge.core.order.rng import key_of
+from energon_bridge.models.conversations.inputs import (
     check_packing,
     loss_weights,
     model_inputs,
@@ -30,8 +29,9 @@ from energon_bridge.task_encoder.inputs import (
     token_types,
     visual_inputs,
 )
-from energon_bridge.task_encoder.packed_sequences import unpack_batch
-from energon_bridge.task_encoder.sequences import MultiModalBatch, PaddingValues
+from energon_bridge.models.conversations.sequences import MultiModalBatch, PaddingValues
+from energon_bridge.models.packing.packed_sequences import unpack_batch
+from energon_bridge.trainers.feedback import MixFeedback
 from energon_bridge.training.config import RunConfig, learning_rate_factor
 from energon_bridge.training.generation import (
     Prediction,

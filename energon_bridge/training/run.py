@@ -34,25 +34,26 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from energon_bridge.datamodule import EnergonMultiModalDataModule, ReplicaLoading
-from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.errors import (
+from energon_bridge.core.datasets import get_loader, get_train_dataset, get_val_dataset
+from energon_bridge.core.encoder.base import TaskEncoder
+from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.errors import (
     ConfigurationError,
     EnergonError,
     UnknownArgumentError,
     did_you_mean,
     optional_packages,
 )
-from energon_bridge.integrations.feedback import DoReMi, MixFeedback
-from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.replica.warmup import CostWarmup
-from energon_bridge.rng import key_of
-from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.task_encoder.base import TaskEncoder
-from energon_bridge.task_encoder.conversation import ChatSample, read_conversation
-from energon_bridge.task_encoder.costs import BatchCost, ColumnCost
-from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.order.rng import key_of
+from energon_bridge.core.stream.policy import ErrorPolicy
+from energon_bridge.core.worker_config import WorkerConfig
+from energon_bridge.models.conversations.conversation import ChatSample, read_conversation
+from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule, ReplicaLoading
+from energon_bridge.trainers.feedback import DoReMi, MixFeedback
+from energon_bridge.trainers.lightning import MixFeedbackCallback, RunReport
+from energon_bridge.trainers.replica.costs import BatchCost, ColumnCost
+from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training.callbacks import (
     TIMES,
     AtomicCheckpointIO,
@@ -71,7 +72,6 @@ from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
-from energon_bridge.worker_config import WorkerConfig
 
 with optional_packages():
     from lightning.pytorch import Trainer

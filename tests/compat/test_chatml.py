@@ -19,11 +19,11 @@ from PIL import Image
 
 from energon_bridge import Cooker, DefaultTaskEncoder, ErrorPolicy, get_loader, get_val_dataset
 from energon_bridge.compat import install, loading
-from energon_bridge.errors import DecodeError, FatalSampleError, MetadataError, UntrustedCodeError
-from energon_bridge.prepare import parse_patterns, prepare_dataset
-from energon_bridge.task_encoder import SampleDecoder
-from energon_bridge.testing import write_shard
-from energon_bridge.worker_config import WorkerConfig
+from energon_bridge.core.encoder import SampleDecoder
+from energon_bridge.core.errors import DecodeError, FatalSampleError, MetadataError, UntrustedCodeError
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.worker_config import WorkerConfig
+from energon_bridge.tools.testing import write_shard
 
 BRIDGE = "__module__: megatron.bridge.data.energon.task_encoder_utils\n__class__: ChatMLWebdataset\n"
 OWN = "__module__: chatml_classes\n__class__: {}\n"

@@ -20,8 +20,8 @@ from energon_bridge import WorkerConfig, get_loader, get_savable_loader, get_tra
 from energon_bridge.compat import install, table
 from energon_bridge.compat.__main__ import main
 from energon_bridge.compat.surface import modules
-from energon_bridge.errors import ConfigurationError, NotProvidedError, StateFormatError
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.core.errors import ConfigurationError, NotProvidedError, StateFormatError
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 NAMES: dict[str, list[str]] = json.loads((TESTS / "fixtures" / "energon-7.4.1-names.json").read_text())
 DOCUMENT = REPOSITORY / "docs" / "reference" / "compat.md"
@@ -254,7 +254,7 @@ def test_a_program_sees_its_own_arguments(as_module: bool, tmp_path: Path) -> No
         main([*(["-m", "program"] if as_module else [str(tmp_path / "program.py")]), str(tmp_path / "out"), "--a", "b"])
 
     run_forked(1, child)
-    assert (tmp_path / "out").read_text() == "__main__ 7 ['--a', 'b'] energon_bridge.task_encoder.base"
+    assert (tmp_path / "out").read_text() == "__main__ 7 ['--a', 'b'] energon_bridge.core.encoder.base"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--trust-remote-code"], ["-x"], ["missing.py"]])

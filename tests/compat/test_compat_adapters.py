@@ -24,11 +24,11 @@ from energon_bridge import (
     SampleDecoder,
     SourceInfo,
     VQASample,
-    errors,
 )
 from energon_bridge.compat import dataset_classes, epath, factories, loading, preparing, records, transforms, wrapped
-from energon_bridge.errors import ConfigurationError, MetadataError, NotProvidedError
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.core import errors
+from energon_bridge.core.errors import ConfigurationError, MetadataError, NotProvidedError
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 path = made_once(create_captioning_test_dataset, num_train=20, num_val=5)
 

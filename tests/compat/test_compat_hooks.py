@@ -14,8 +14,8 @@ from energon_bridge import WorkerConfig
 from energon_bridge.compat import factories, hooks, install, wrapped
 from energon_bridge.compat.encoders import DatasetBlendMode, DefaultTaskEncoder
 from energon_bridge.compat.loading import get_savable_loader
-from energon_bridge.errors import NotProvidedError
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.core.errors import NotProvidedError
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
 
@@ -213,4 +213,4 @@ def test_names_of_older_versions_can_be_imported() -> None:
         assert list[VideoData]
         return str(caught.value)
 
-    assert "annotate with energon_bridge.av.AVDecoder" in run_forked(1, lambda _: seen())[0]
+    assert "annotate with energon_bridge.models.av.AVDecoder" in run_forked(1, lambda _: seen())[0]

@@ -12,15 +12,15 @@ from made import made_once
 from energon_bridge.compat import loading
 from energon_bridge.compat.loading import WorkerConfig
 from energon_bridge.compat.wrapped import LimitDataset, RepeatDataset
-from energon_bridge.errors import (
+from energon_bridge.core.encoder import DefaultTaskEncoder
+from energon_bridge.core.errors import (
     ConfigurationError,
     EmptyDatasetError,
     FatalSampleError,
     SettingMismatchError,
     SkipSample,
 )
-from energon_bridge.task_encoder import DefaultTaskEncoder
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 path = made_once(create_captioning_test_dataset, num_train=24, num_val=10)
 

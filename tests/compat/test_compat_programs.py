@@ -19,16 +19,16 @@ from click.testing import CliRunner
 from keyed import CRUDE, join, mix_document, write_mix
 
 from energon_bridge import Cooker, SystemFileStore, WorkerConfig, get_val_dataset
-from energon_bridge.av import AVDecoder
 from energon_bridge.compat import dataset_classes, encoders, epath, factories, loading, preview, records, table, wrapped
-from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError, NotProvidedError
-from energon_bridge.format.dataset import open_dataset
-from energon_bridge.mix.opener import MIN_DATASETS
-from energon_bridge.prepare import prepare_dataset
-from energon_bridge.prepare.lint import lint_parts
-from energon_bridge.prepare.split import parse_patterns
-from energon_bridge.prepare.summary import summarize_dataset
-from energon_bridge.testing import create_captioning_test_dataset, write_shard
+from energon_bridge.core.errors import ConfigurationError, DatasetNotFoundError, MetadataError, NotProvidedError
+from energon_bridge.core.format.dataset import open_dataset
+from energon_bridge.core.mix.opener import MIN_DATASETS
+from energon_bridge.core.prepare import prepare_dataset
+from energon_bridge.core.prepare.split import parse_patterns
+from energon_bridge.models.av import AVDecoder
+from energon_bridge.tools.check.lint import lint_parts
+from energon_bridge.tools.check.summary import summarize_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
 MIX = """

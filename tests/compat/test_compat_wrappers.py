@@ -27,8 +27,8 @@ from energon_bridge.compat.wrapped import (
     ShuffleBufferDataset,
     WatchdogDataset,
 )
-from energon_bridge.errors import ConfigurationError, FatalSampleError, NotProvidedError, SkipSample
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.core.errors import ConfigurationError, FatalSampleError, NotProvidedError, SkipSample
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 path = made_once(create_captioning_test_dataset, num_train=40, num_val=10)
 

@@ -26,8 +26,8 @@ from keyed import CRUDE
 from paths import REPOSITORY
 
 from energon_bridge.compat.__main__ import main
-from energon_bridge.prepare import parse_patterns, prepare_dataset
-from energon_bridge.testing import create_captioning_test_dataset, write_shard
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 
 PROGRAMS = Path(__file__).with_name("dropin")
 

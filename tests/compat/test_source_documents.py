@@ -24,8 +24,8 @@ from engine import worker_config_of
 from forked import run_program
 
 import energon_bridge
-from energon_bridge.samples import sample_type_names
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.core.samples import sample_type_names
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 api: Any = importlib.import_module(os.environ.get("ENERGON_MODULE", "energon_bridge"))
 Blender, CaptioningSample, WorkerConfig = api.Blender, api.CaptioningSample, api.WorkerConfig
@@ -91,13 +91,13 @@ def check_shares(ds: Any, batches: Iterable[Any], **expected: float) -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Note the loaders that are made; the calls of the documents never close them."""
     loaders: list[Any] = []
-    original = energon_bridge.datasets.SavableDataLoader
+    original = energon_bridge.core.datasets.SavableDataLoader
 
     def make(*args: Any, **kwargs: Any) -> Any:
         loaders.append(original(*args, **kwargs))
         return loaders[-1]
 
-    monkeypatch.setattr(energon_bridge.datasets, "SavableDataLoader", make)
+    monkeypatch.setattr(energon_bridge.core.datasets, "SavableDataLoader", make)
     yield loaders
     for loader in loaders:
         loader.close()

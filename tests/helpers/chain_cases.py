@@ -33,13 +33,13 @@ from energon_bridge import (
     get_val_dataset,
     register_joiner,
 )
-from energon_bridge.errors import MetadataError
-from energon_bridge.format.documents import Value
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.mix import evaluate_subset
-from energon_bridge.mix.tree import SubsetRange, parse_subset
-from energon_bridge.prepare.columns import add_column
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.core.errors import MetadataError
+from energon_bridge.core.format.documents import Value
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.mix import evaluate_subset
+from energon_bridge.core.mix.tree import SubsetRange, parse_subset
+from energon_bridge.tools.columns.making import add_column
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 # Data ----------------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from energon_bridge.cli.main import main
+from energon_bridge.tools.cli.main import main
 
 
 def energon(*arguments: object, answers: str = "") -> Result:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from energon_bridge.prepare import parse_patterns, prepare_dataset
-from energon_bridge.testing import write_shard
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.tools.testing import write_shard
 
 COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220)}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import energon_bridge as eb
-from energon_bridge.prepare import SplitRule, prepare_dataset
+from energon_bridge.core.prepare import SplitRule, prepare_dataset
 
 KEYS = [f"s{shard}i{number:02d}" for shard in range(4) for number in range(30)]
 STEPS = 6

@@ -29,8 +29,9 @@ from energon_bridge import (
     get_loader,
     get_val_dataset,
 )
-from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
-from energon_bridge.testing import write_shard
+from energon_bridge.core.prepare import parse_ratio, prepare_dataset
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 
 def prepared(folder: Path, *shards: dict[str, dict[str, bytes]]) -> Path:

@@ -19,8 +19,9 @@ import numpy as np
 from PIL import Image
 
 from energon_bridge import DefaultTaskEncoder, SkipSample
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.testing import write_shard
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 SHARDS, PER_SHARD = 2, 8
 BAD, KEY, SHARD = 11, "s11", "train/1.tar"

@@ -20,15 +20,16 @@ import numpy as np
 import torch
 
 from energon_bridge import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, get_train_dataset
-from energon_bridge.loader.document import read_leaves
-from energon_bridge.loader.processes import Board
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.transport import Arena, BatchMessage, Outbox, unpack
-from energon_bridge.loader.workers import Work, outgoing
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.stream.state import LaneBatch
-from energon_bridge.testing import write_shard
+from energon_bridge.core.loader.document import read_leaves
+from energon_bridge.core.loader.processes import Board
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.transport import Arena, BatchMessage, Outbox, unpack
+from energon_bridge.core.loader.workers import Work, outgoing
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.stream.state import LaneBatch
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 NUM_LANES = 24
 

@@ -10,7 +10,7 @@ import torch
 from conversations import COLORS
 from PIL import Image
 
-from energon_bridge.task_encoder.families import (
+from energon_bridge.models.families import (
     LLAVA_TEMPLATE,
     QWEN_VL_TEMPLATE,
     ChatConfig,

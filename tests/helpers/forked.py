@@ -139,7 +139,7 @@ def import_for_training() -> None:
     import torch._dynamo  # noqa: F401  (optimizers do)
     from transformers import LlavaForConditionalGeneration  # noqa: F401
 
-    import energon_bridge.datamodule
+    import energon_bridge.trainers.datamodule
     import energon_bridge.training.generation
     import energon_bridge.training.run  # noqa: F401
 

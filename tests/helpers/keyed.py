@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from energon_bridge import TextSample, register_joiner
-from energon_bridge.prepare import parse_patterns, parse_ratio, prepare_dataset, render_dataset_yaml
-from energon_bridge.testing import write_shard
+from energon_bridge.core.prepare import parse_patterns, parse_ratio, prepare_dataset
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 TEXT = render_dataset_yaml("TextSample", {"text": "txt"})
 CRUDE = b"__module__: megatron.energon\n__class__: CrudeWebdataset\n"

@@ -20,7 +20,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.megatron.run import run

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from energon_bridge.format.tar_index import encode_index
-from energon_bridge.prepare import render_dataset_yaml
-from energon_bridge.testing import write_shard
+from energon_bridge.core.format.tar_index import encode_index
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 SAMPLES = 4
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from energon_bridge.samples import CaptioningSample, VQASample
-from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
-from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.task_encoder.sequences import MultiModalSample
+from energon_bridge.core.samples import CaptioningSample, VQASample
+from energon_bridge.models.conversations.layout import ImageToken, MultiModalSampleConfig
+from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
+from energon_bridge.models.conversations.sequences import MultiModalSample
 
 PAD, BOS, EOS, IMAGE = 0, 1, 2, 3
 

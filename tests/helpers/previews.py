@@ -13,10 +13,11 @@ from keyed import write_mix
 from multimodal import PixelProcessor, WordTokenizer
 from PIL import Image
 
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.task_encoder import MultiModalSampleConfig, MultiModalTaskEncoder
-from energon_bridge.task_encoder.layout import ImageToken
-from energon_bridge.testing import write_shard
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.models.conversations.layout import ImageToken, MultiModalSampleConfig
+from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
 """A text that must stay one."""

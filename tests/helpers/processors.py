@@ -26,8 +26,8 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, pr
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.families import ChatSample, VideoFrames
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.families import ChatSample, VideoFrames
 
 HAS_ALL_TEXTS = Version(transformers.__version__) >= Version("5.23")
 """Whether all processors write the text of one image, video or sound; those that do not are refused by name."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from conversations import COLORS, colors_of, picture_of, turns_of
 from paths import CONFIGS
 
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.testing import write_shard
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 from energon_bridge.training.llava_data import write_conversations
 
 MIX = CONFIGS / "data" / "llava15_instruct_mix.yaml"

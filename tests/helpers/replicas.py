@@ -19,8 +19,8 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.replica.structure import encode
-from energon_bridge.task_encoder.base import DefaultTaskEncoder
+from energon_bridge.core.encoder.base import DefaultTaskEncoder
+from energon_bridge.trainers.replica.structure import encode
 
 
 def on_ranks(world: int, function: Callable[[int], Any], **parallel: int) -> list[Any]:

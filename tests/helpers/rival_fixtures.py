@@ -11,8 +11,8 @@ import torch
 from paths import FIXTURES
 
 from energon_bridge import DefaultTaskEncoder, TextSample, WorkerConfig, get_loader, get_val_dataset, register_joiner
-from energon_bridge.samples import META_FIELDS, CrudeSample
-from energon_bridge.task_encoder import SampleDecoder
+from energon_bridge.core.encoder import SampleDecoder
+from energon_bridge.core.samples import META_FIELDS, CrudeSample
 
 EXPECTED: dict[str, list[dict[str, Any]]] = json.loads((FIXTURES / "expected.json").read_text())
 

@@ -12,9 +12,9 @@ from engine import InProcessLoader, Numbers, TensorEncoder, config_of, digest, l
 from mixing import metadataset
 
 from energon_bridge import BatchCost, ColumnCost, Packer, TextSample, get_train_dataset
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.prepare.columns import add_column
-from energon_bridge.replica.balance import Balance, balanced
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.tools.columns.making import add_column
+from energon_bridge.trainers.replica.balance import Balance, balanced
 
 G, LANES, LIMIT = 8, 24, 20
 COST = ColumnCost(tokens="size", patches="size // 3", weights=BatchCost(tokens=1.0, attention=0.1, patches=0.5))

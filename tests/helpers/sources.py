@@ -17,8 +17,8 @@ from commands import output_of, refusal_of
 from PIL import Image
 
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
-from energon_bridge.format.nvmeta import read_info
-from energon_bridge.storage import open_store
+from energon_bridge.core.format.nvmeta import read_info
+from energon_bridge.core.storage import open_store
 
 
 def picture(number: int, form: str = "JPEG") -> bytes:

@@ -20,8 +20,9 @@ from packaging.version import Version
 from PIL import Image
 
 from energon_bridge import Cooker, SkipSample
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.testing import write_shard
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 MEDIA = {"image": ("image",), "sound": ("audio",), "video": ("image", "video"), "omni": ("image", "audio", "video")}
 """What conversations have, by the model that they are for: one that cuts images into tiles, one of sounds, one with
@@ -117,8 +118,8 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
     """Return the tokenizer, family and chat template of a model, with small videos and sounds of at most a second."""
     from transformers import WhisperFeatureExtractor
 
-    from energon_bridge.task_encoder.families import ProcessorFamily, QwenFamily
-    from energon_bridge.task_encoder.families.registry import load_pretrained
+    from energon_bridge.models.families import ProcessorFamily, QwenFamily
+    from energon_bridge.models.families.registry import load_pretrained
 
     made = load_pretrained(folder)
     family, template = made.family, made.chat_template or made.tokenizer.chat_template
@@ -134,7 +135,7 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
 
 def talk_encoder(folder: Path, media: str, features: tuple[type, ...], several: bool, cookers: tuple[Any, ...]) -> Any:
     """Return a chat encoder of a tiny model that leaves out some samples by chance, and weighs others."""
-    from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+    from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
     from energon_bridge.training.encoder import cook_conversation
 
     class Talks(ChatTemplateTaskEncoder):

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-from energon_bridge.format.dataset import PreparedDataset, read_index
-from energon_bridge.format.tar import parse_sample
+from energon_bridge.core.format.dataset import PreparedDataset, read_index
+from energon_bridge.core.format.tar import parse_sample
 
 USTAR = tarfile.USTAR_FORMAT
 GNU = tarfile.GNU_FORMAT

@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder import model_inputs
-from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
-from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues, batch_sequences
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.conversations.inputs import model_inputs
+from energon_bridge.models.conversations.sequences import MultiModalSample, PaddingValues, batch_sequences
+from energon_bridge.models.packing.packed_sequences import batch_packs, pack_sequences
 
 _LONGROPE = {
     "rope_type": "longrope",

@@ -1,6 +1,6 @@
 """Stands in for torchtitan of August 2026 (b5bcd76): the base class of its loaders, and how its trainer uses one.
 
-Only where torchtitan itself is not installed; `tests/integrations/titan_pretrain.py` runs its real trainer.
+Only where torchtitan itself is not installed; `tests/trainers/titan_pretrain.py` runs its real trainer.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 from engine import counts_of
 
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
-from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 NUM_TRAIN, PER_SHARD = 24, 8
 KEYS = [f"train-{number:05d}" for number in range(NUM_TRAIN)]

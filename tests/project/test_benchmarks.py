@@ -18,7 +18,8 @@ from paths import REPOSITORY
 from PIL import Image
 
 import energon_bridge
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 
 sys.path.insert(0, str(REPOSITORY))
 

@@ -17,7 +17,7 @@ def copy_of_the_core(folder: Path) -> Path:
     modules = [path for path in python_files(REPOSITORY) if room_of(module_name(REPOSITORY, path)) == "core"]
     names = [path for path in package.rglob("__init__.pyi") if path.with_suffix(".py") in modules]
     compiled = [path for path in package.rglob("*.so") if path.parent / "__init__.py" in modules]
-    for path in [*modules, *names, *compiled, package / "registry.toml"]:
+    for path in [*modules, *names, *compiled, package / "core/registry.toml"]:
         copy = folder / path.relative_to(REPOSITORY)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
@@ -42,7 +42,7 @@ print(energon_bridge.__file__)
 
 def test_the_order_stands_on_errors_and_random_numbers_alone(tmp_path: Path) -> None:
     code = """
-import sys, energon_bridge.plan.choose, energon_bridge.plan.blend, energon_bridge.topology
+import sys, energon_bridge.core.order.choose, energon_bridge.core.order.blend, energon_bridge.core.order.topology
 print(*sorted(name for name in sys.modules if name.startswith("energon_bridge.")), "torch" in sys.modules)
 """
     ended = run_afresh(code, tmp_path, "torch")

@@ -40,7 +40,7 @@ def run(command: str, folder: Path, *, kill_after: str | None = None) -> str:
     """Run a command of the page in a folder; with `kill_after`, until a line has this text."""
     name, *words = shlex.split(command)
     if name == "energon":
-        words = ["-c", "from energon_bridge.cli.main import main; main()", *words]
+        words = ["-c", "from energon_bridge.tools.cli.main import main; main()", *words]
     if name != "torchrun":
         programs = [Program(words, folder)]
     else:  # as torchrun starts them; a real one is in training/test_torchrun.py

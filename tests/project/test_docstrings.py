@@ -12,7 +12,7 @@ import torch
 
 import energon_bridge
 from energon_bridge import WorkerConfig
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 NAMES = sorted({*energon_bridge.__all__, "EnergonMultiModalDataModule"} - {"__version__"})
 NO_EXAMPLE = {"pack_sequences"}

@@ -16,7 +16,7 @@ from forked import become_rank, free_port, run_forked
 from paths import EXAMPLES
 from transformers import CLIPImageProcessorPil, LlavaForConditionalGeneration  # noqa: F401  - for the same reason
 
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 
 def load(name: str) -> Any:

@@ -13,7 +13,7 @@ from forked import run_afresh
 from paths import REPOSITORY
 
 import energon_bridge
-import energon_bridge.errors
+import energon_bridge.core.errors
 
 HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "megatron", "webdataset", "sklearn")
 
@@ -89,5 +89,5 @@ def test_every_name_is_listed_once():
 
 def test_errors_are_imported_from_their_module():
     """The top has the base class, and what hooks raise."""
-    errors = {name for name, value in vars(energon_bridge.errors).items() if isinstance(value, type)}
+    errors = {name for name, value in vars(energon_bridge.core.errors).items() if isinstance(value, type)}
     assert errors & set(energon_bridge.__all__) == {"EnergonError", "SkipSample"}

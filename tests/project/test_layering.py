@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from paths import REPOSITORY
 
-from energon_bridge.registry import load
+from energon_bridge.core.registry import load
 
 PACKAGE = "energon_bridge"
 
@@ -255,7 +255,7 @@ def test_rooms_name_what_exists():
 
 def test_what_is_registered_exists():
     """And lies outside the core, or the core could import it."""
-    table = tomllib.loads((REPOSITORY / PACKAGE / "registry.toml").read_text())
+    table = tomllib.loads((REPOSITORY / PACKAGE / "core/registry.toml").read_text())
     for kind, names in table.items():
         for name, place in names.items():
             assert room_of(place.partition(":")[0]) != "core", (kind, name)
@@ -298,49 +298,57 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     "statement",
     [
-        "from energon_bridge.loader import x",
-        "import energon_bridge.loader",
+        "from energon_bridge.core.loader import x",
+        "import energon_bridge.core.loader",
         "from energon_bridge import loader",
         "from ..loader import x",
         "from .. import loader",
-        "def f():\n    from energon_bridge.loader import x",
-        "if TYPE_CHECKING:\n    pass\nelse:\n    from energon_bridge.loader import x",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from energon_bridge.loader import x",
-        "try:\n    import energon_bridge.loader.workers\nexcept ImportError:\n    pass",
+        "def f():\n    from energon_bridge.core.loader import x",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    from energon_bridge.core.loader import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from energon_bridge.core.loader import x",
+        "try:\n    import energon_bridge.core.loader.workers\nexcept ImportError:\n    pass",
     ],
 )
 def test_an_upward_arrow_is_found_however_it_is_written(tmp_path, statement):
     root = write_tree(
         tmp_path,
-        {"storage/__init__.py": "", "storage/a.py": statement, "loader/__init__.py": "", "loader/workers.py": ""},
+        {
+            "core/storage/__init__.py": "",
+            "storage/a.py": statement,
+            "core/loader/__init__.py": "",
+            "core/loader/workers.py": "",
+        },
     )
     assert [arrow.split(".loader")[0] for arrow in upward_arrows(root)] == [
-        "energon_bridge.storage.a -> energon_bridge"
+        "energon_bridge.core.storage.a -> energon_bridge"
     ]
 
 
 @pytest.mark.parametrize("statement", ["from energon_bridge import __version__", "import numpy.loader"])
 def test_what_is_no_arrow(tmp_path, statement):
-    root = write_tree(tmp_path, {"storage/__init__.py": statement, "loader/__init__.py": ""})
+    root = write_tree(tmp_path, {"core/storage/__init__.py": statement, "core/loader/__init__.py": ""})
     assert upward_arrows(root) == []
 
 
 def test_a_package_that_imports_its_names_on_first_use_is_no_way_around(tmp_path):
-    stub, asked = "from .http import x as x", "from energon_bridge.storage import x"
-    files = {"storage/__init__.py": "", "storage/__init__.pyi": stub, "storage/http.py": "", "mix.py": asked}
+    stub, asked = "from .http import x as x", "from energon_bridge.core.storage import x"
+    files = {"core/storage/__init__.py": "", "storage/__init__.pyi": stub, "cloud/http.py": "", "mix.py": asked}
     assert crossings(write_tree(tmp_path, files)) == ["mix -> storage.http"]
 
 
 def test_the_public_names_are_no_way_around(tmp_path):
     root = write_tree(tmp_path, {"loader.py": "from energon_bridge import get_loader"})
-    assert upward_arrows(root) == ["energon_bridge.loader -> energon_bridge"]
+    assert upward_arrows(root) == ["energon_bridge.core.loader -> energon_bridge"]
 
 
 @pytest.mark.parametrize("statement", ["import {}", "def f():\n    import {}", "if TYPE_CHECKING:\n    import {}"])
 def test_a_crossing_is_found_in_functions_and_for_types_too(tmp_path, statement):
-    outside = "energon_bridge.storage.http"
-    files = {"storage/__init__.py": statement.format(outside), "storage/http.py": "import energon_bridge.storage.local"}
-    root = write_tree(tmp_path, {**files, "storage/local.py": "", "av.py": f"import {outside}"})
+    outside = "energon_bridge.cloud.http"
+    files = {
+        "core/storage/__init__.py": statement.format(outside),
+        "cloud/http.py": "import energon_bridge.core.storage.local",
+    }
+    root = write_tree(tmp_path, {**files, "core/storage/local.py": "", "av.py": f"import {outside}"})
     assert crossings(root) == ["storage -> storage.http"]
     assert [room_of(f"energon_bridge.{name}") for name in ("storage", "av.media", "cli")] == ["core", "models", "tools"]
     assert lines_of_rooms(write_tree(root, {"av.py": "\n\n"}))["models"] == 2
@@ -350,23 +358,25 @@ def test_a_cycle_is_found(tmp_path):
     root = write_tree(
         tmp_path,
         {
-            "plan/__init__.py": "",
-            "plan/a.py": "from energon_bridge.plan.b import x",
+            "core/order/__init__.py": "",
+            "plan/a.py": "from energon_bridge.core.order.b import x",
             "plan/b.py": "def f():\n    from . import c",
-            "plan/c.py": "import energon_bridge.plan.a",
+            "plan/c.py": "import energon_bridge.core.order.a",
         },
     )
-    assert cycle(root) == [f"energon_bridge.plan.{name}" for name in "abca"]
+    assert cycle(root) == [f"energon_bridge.core.order.{name}" for name in "abca"]
 
 
 def test_other_offences_are_found(tmp_path):
     too_long = "\n" * (MAX_LINES + 1)
-    root = write_tree(tmp_path, {"rng.py": "print(1)", "cli/main.py": '"""Doc."""\nprint(1)', "nowhere.py": too_long})
-    assert prints(root) == ["energon_bridge/rng.py:1"]
+    root = write_tree(
+        tmp_path, {"core/order/rng.py": "print(1)", "tools/cli/main.py": '"""Doc."""\nprint(1)', "nowhere.py": too_long}
+    )
+    assert prints(root) == ["energon_bridge/core/order/rng.py:1"]
     assert long_files(python_files(root)) == [f"nowhere.py: {MAX_LINES + 1} lines"]
     assert unknown_layers(root) == ["energon_bridge.nowhere"]
-    assert "energon_bridge/rng.py" in missing_docstrings(root)
-    assert "energon_bridge/cli/main.py" not in missing_docstrings(root)
+    assert "energon_bridge/core/order/rng.py" in missing_docstrings(root)
+    assert "energon_bridge/tools/cli/main.py" not in missing_docstrings(root)
 
 
 PICKING = {"leaves": 3, "counts": 2, "rounds_at": 3}
@@ -391,7 +401,7 @@ def pickers(root: Path) -> list[str]:
 def test_samples_are_chosen_in_one_place(tmp_path: Path) -> None:
     assert pickers(REPOSITORY) == []
     again = "leaf = blend.leaves(lane, draw, 1)[0]\nindex = order.rounds_at(lane, number, fewest=1).indices[0]"
-    root = write_tree(tmp_path, {"stream/again.py": again, "plan/choose.py": again})
+    root = write_tree(tmp_path, {"stream/again.py": again, "core/order/choose.py": again})
     assert pickers(root) == [f"{PACKAGE}/stream/again.py:1", f"{PACKAGE}/stream/again.py:2"]
 
 

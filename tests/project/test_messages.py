@@ -35,10 +35,8 @@ from energon_bridge import (
     read_quarantine,
     verify_resume,
 )
-from energon_bridge.cli.info import prepared_by
-from energon_bridge.cli.output import count_of, epochs
-from energon_bridge.datasets import DATALOADER_WORDS
-from energon_bridge.errors import (
+from energon_bridge.core.datasets import DATALOADER_WORDS
+from energon_bridge.core.errors import (
     ConfigurationError,
     CorruptShardError,
     DatasetNotFoundError,
@@ -51,11 +49,9 @@ from energon_bridge.errors import (
     UnknownArgumentError,
     did_you_mean,
 )
-from energon_bridge.format.field_map import FieldMap, check_fields
-from energon_bridge.loader.savable import _say_endless
-from energon_bridge.prepare import render_dataset_yaml
-from energon_bridge.prepare.lint import lint_dataset, lint_parts
-from energon_bridge.samples import (
+from energon_bridge.core.format.field_map import FieldMap, check_fields
+from energon_bridge.core.loader.savable import _say_endless
+from energon_bridge.core.samples import (
     CaptioningSample,
     ImageClassificationSample,
     MultiChoiceVQASample,
@@ -63,9 +59,13 @@ from energon_bridge.samples import (
     TextSample,
     VQASample,
 )
-from energon_bridge.storage import open_store
-from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.testing import create_captioning_test_dataset, write_shard
+from energon_bridge.core.storage import open_store
+from energon_bridge.core.stream.policy import ErrorPolicy
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.check.lint import lint_dataset, lint_parts
+from energon_bridge.tools.cli.info import prepared_by
+from energon_bridge.tools.cli.output import count_of, epochs
+from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 
 whole = made_once(text_dataset, train=[10, 10, 10])
 
@@ -128,7 +128,7 @@ def test_counts_above_the_index_are_found_when_it_is_read(texts: Path):
 
 
 def test_an_empty_count_is_seen_among_many_shards(texts: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("energon_bridge.format.dataset._MOST_CHECKED", 2)
+    monkeypatch.setattr("energon_bridge.core.format.dataset._MOST_CHECKED", 2)
     set_count(texts, "train/shard_001.tar", 9)
     train_dataset(texts)  # not looked at
     set_count(texts, "train/shard_001.tar", 0)

@@ -71,7 +71,7 @@ from pathlib import Path
 from PIL import Image
 
 from energon_bridge import CaptioningSample, ShardWriter, WorkerConfig, get_savable_loader, get_train_dataset
-from energon_bridge.errors import NotProvidedError
+from energon_bridge.core.errors import NotProvidedError
 
 Image.new("RGB", (32, 24), "red").save("red.png")
 with ShardWriter("red", sample_type=CaptioningSample) as out:

@@ -18,7 +18,7 @@ DATA, MORE, VIDEOS = "/data/captions", "/data/more", "/data/videos"  # the paths
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    from energon_bridge.testing import create_captioning_test_dataset
+    from energon_bridge.tools.testing import create_captioning_test_dataset
 
     for name in ("captions", "more"):
         create_captioning_test_dataset(tmp_path / name)
@@ -29,8 +29,9 @@ def dataset(tmp_path: Path) -> Path:
 def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from clips import write_video
 
-    from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
-    from energon_bridge.testing import write_shard
+    from energon_bridge.core.prepare import parse_ratio, prepare_dataset
+    from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+    from energon_bridge.tools.testing import write_shard
 
     folder = tmp_path_factory.mktemp("docs") / "videos"
     folder.mkdir()

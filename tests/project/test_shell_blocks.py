@@ -27,8 +27,8 @@ from recipes import captions_dataset, crude_conversations
 from test_readme import write_raw_dataset
 
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
-from energon_bridge.cli.main import main as energon
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.cli.main import main as energon
+from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training.__main__ import main as training
 from energon_bridge.training.config_file import find_config
 from energon_bridge.training.digits import write_digits
@@ -40,12 +40,12 @@ NOT_RUN = {
     "python -m venv": "installs",
     "python3.12 -m venv": "installs",
     "~/megatron/bin/pip": "installs",
-    "ENERGON_MEGATRON_PYTHON": "tests/integrations/test_pretrain.py",
+    "ENERGON_MEGATRON_PYTHON": "tests/trainers/test_pretrain.py",
     "git clone": "the web",
     "python3.11 -m venv": "installs",
     "~/titan/bin/pip": "installs",
     "~/beside/bin/pip": "installs",
-    "ENERGON_TITAN_PYTHON": "tests/integrations/test_titan_pretrain.py",
+    "ENERGON_TITAN_PYTHON": "tests/trainers/test_titan_pretrain.py",
     "ENERGON_LONG_TESTS=1": "hours",
     "python benchmarks/": "tests/project/test_benchmarks.py, with less data",
     "python -m benchmarks": "tests/project/test_benchmarks.py, with less data",

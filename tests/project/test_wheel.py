@@ -124,7 +124,7 @@ def test_contents(wheel, compiled):
     names = zipfile.ZipFile(wheel).namelist()
     sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "energon_bridge").rglob("*.py")}
     assert sources <= set(names)
-    assert {"energon_bridge/py.typed", "energon_bridge/registry.toml"} <= set(names)
+    assert {"energon_bridge/py.typed", "energon_bridge/core/registry.toml"} <= set(names)
     assert {f"energon_bridge/preview/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     configs = {f"energon_bridge/{path.relative_to(REPOSITORY)}" for path in (CONFIGS).rglob("*.yaml")}
     assert configs == {name for name in names if name.endswith(".yaml")}
@@ -173,8 +173,8 @@ def test_base_install_loads_a_dataset(installed, fixtures):
 
 TRAINING = """
 import sys
-from energon_bridge.format import _tar
-from energon_bridge.samples import _pixels
+from energon_bridge.core.format import _tar
+from energon_bridge.core.samples import _pixels
 from energon_bridge.training.__main__ import main
 
 copy = ["--copy-configs", "configs"]

@@ -26,12 +26,12 @@ from mixing import metadataset
 from sharing import COST, Seen, Sized, seen, sets_of, write_sized
 
 from energon_bridge import EnergonError, get_train_dataset
-from energon_bridge.loader.document import read_lanes
-from energon_bridge.loader.fits import merge
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.replica import balance as balance_module
-from energon_bridge.replica.balance import Balance, balanced
-from energon_bridge.replica.exchange import Move, unpack
+from energon_bridge.core.loader.document import read_lanes
+from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.trainers.replica import balance as balance_module
+from energon_bridge.trainers.replica.balance import Balance, balanced
+from energon_bridge.trainers.replica.exchange import Move, unpack
 
 CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 8))
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))

@@ -26,7 +26,7 @@ from engine import config_of, deliver, digest, loaders_of, text_dataset, train_d
 from left_behind import workers
 
 from energon_bridge import get_savable_loader
-from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.savable import SavableDataLoader
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SEED = int(os.environ.get("ENERGON_CHAOS_SEED", "0"))

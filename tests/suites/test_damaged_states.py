@@ -15,10 +15,10 @@ from engine import NEEDED, text_dataset, train_dataset
 from hostile import LONG, Note, damaged_value, limited, seed_of
 
 from energon_bridge import SavableDataLoader, get_savable_loader
-from energon_bridge.errors import EnergonError, StateError, StateFormatError
-from energon_bridge.loader import document
-from energon_bridge.loader.document import LONGEST_COLUMN, decode_column, encode_column, encode_text, read, sign
-from energon_bridge.loader.fits import merge
+from energon_bridge.core.errors import EnergonError, StateError, StateFormatError
+from energon_bridge.core.loader import document
+from energon_bridge.core.loader.document import LONGEST_COLUMN, decode_column, encode_column, encode_text, read, sign
+from energon_bridge.core.loader.fits import merge
 
 SHARDS = [30, 41]
 

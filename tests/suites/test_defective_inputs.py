@@ -31,9 +31,9 @@ from keyed import keyed_dataset
 from made import made_once
 
 from energon_bridge import ErrorPolicy, read_quarantine
-from energon_bridge.errors import CorruptShardError, DuplicateKeyError, ShardMissingError, ShortReadError
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.core.errors import CorruptShardError, DuplicateKeyError, ShardMissingError, ShortReadError
+from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.savable import SavableDataLoader
 
 STEPS = 24
 LANES = 4

@@ -30,12 +30,13 @@ from hostile import LONG, Note, damaged_bytes, limited, seed_of
 from PIL import Image
 
 from energon_bridge import ErrorPolicy, SampleDecoder, get_loader, get_train_dataset
-from energon_bridge.av import AVDecoder
-from energon_bridge.errors import DecodeError, EnergonError
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.stores import WebdatasetFileStore
-from energon_bridge.task_encoder.families.sound import sound_of, track_of
-from energon_bridge.testing import write_shard
+from energon_bridge.core.errors import DecodeError, EnergonError
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.stores import WebdatasetFileStore
+from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.families.sound import sound_of, track_of
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 SAMPLES = 12
 

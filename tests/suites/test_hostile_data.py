@@ -39,7 +39,7 @@ from energon_bridge import (
     get_train_dataset,
     stateless,
 )
-from energon_bridge.errors import (
+from energon_bridge.core.errors import (
     ConfigurationError,
     DecodeError,
     EnergonError,
@@ -47,11 +47,11 @@ from energon_bridge.errors import (
     MetadataError,
     StorageError,
 )
-from energon_bridge.format.documents import parse_document
-from energon_bridge.format.key_index import local_key_index
-from energon_bridge.format.nvmeta import expand_braces, meta_path
-from energon_bridge.storage import LocalStore
-from energon_bridge.stores import WebdatasetFileStore
+from energon_bridge.core.format.documents import parse_document
+from energon_bridge.core.format.key_index import local_key_index
+from energon_bridge.core.format.nvmeta import expand_braces, meta_path
+from energon_bridge.core.storage import LocalStore
+from energon_bridge.core.stores import WebdatasetFileStore
 
 MIB = 1 << 20
 

@@ -39,11 +39,11 @@ from energon_bridge import (
     get_savable_loader,
     get_val_dataset,
 )
-from energon_bridge.av import AVDecoder
-from energon_bridge.loader.quarantine import read_quarantine
-from energon_bridge.prepare import prepare_dataset
-from energon_bridge.task_encoder.families.sound import sound_of
-from energon_bridge.task_encoder.families.video import decoded, video_of
+from energon_bridge.core.prepare import prepare_dataset
+from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.families.sound import sound_of
+from energon_bridge.models.families.video import decoded, video_of
+from energon_bridge.tools.check.quarantine import read_quarantine
 
 FILES = 2000 if os.environ.get("ENERGON_LONG_TESTS") else 150
 SEED = int(os.environ.get("ENERGON_TEST_SEED", "5").replace("random", str(random.randrange(1 << 16))))

@@ -36,8 +36,7 @@ from energon_bridge import (
     get_val_dataset,
     read_quarantine,
 )
-from energon_bridge.cli.main import main
-from energon_bridge.errors import (
+from energon_bridge.core.errors import (
     CorruptShardError,
     EnergonError,
     FatalSampleError,
@@ -45,9 +44,10 @@ from energon_bridge.errors import (
     ShortReadError,
     StorageError,
 )
-from energon_bridge.prepare import parse_patterns, prepare_dataset, rebuild_index
-from energon_bridge.storage import LocalStore, OpenFiles
-from energon_bridge.testing import write_shard
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset, rebuild_index
+from energon_bridge.core.storage import LocalStore, OpenFiles
+from energon_bridge.tools.cli.main import main
+from energon_bridge.tools.testing import write_shard
 
 many_shards = made_once(text_dataset, train=[2] * 200)
 
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_few_descriptors(many_shards: Path, left: int) -> Non
         return [digest(batch) for batch, _ in zip(loader, range(40), strict=False)]
 
     def limited_read(note: Note) -> list[str]:
-        import energon_bridge.task_encoder  # noqa: F401 - what is imported needs no descriptors any more
+        import energon_bridge.core.encoder  # noqa: F401 - what is imported needs no descriptors any more
 
         next(iter(get_loader(train_dataset(many_shards))))
         limit = highest_descriptor() + 1 + left
@@ -371,7 +371,7 @@ def test_prepared_shards_are_read_without_what_reads_tables_and_buckets(tmp_path
         f"dataset = get_train_dataset({str(text_dataset(tmp_path, train=[4]))!r}, batch_size=2, "
         "worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0))\n"
         "print(next(iter(get_loader(dataset))).text)\n"
-        "others = 'energon_bridge.rows', 'energon_bridge.storage.http'\n"
+        "others = 'energon_bridge.tools.convert', 'energon_bridge.cloud.http'\n"
         "print([name for name in sys.modules if name.startswith(others)])"
     )
     result = run_afresh(code, REPOSITORY)

@@ -19,7 +19,7 @@ from made import made_once
 from workers import loader_of
 
 from energon_bridge import DefaultTaskEncoder
-from energon_bridge.stream import steps
+from energon_bridge.core.stream import steps
 
 STEPS = 40
 data = made_once(text_dataset, train=[5, 9, 1, 14, 8])

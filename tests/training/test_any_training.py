@@ -27,12 +27,12 @@ from run_outputs import read_losses
 from sources import convert, converted
 
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.av import AVDecoder
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.columns import read_columns, read_numbers
-from energon_bridge.storage import open_store
-from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
-from energon_bridge.task_encoder.images import DeferredImage
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.storage import open_store
+from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.models.images.images import DeferredImage
+from energon_bridge.tools.columns.columns import read_columns, read_numbers
 from energon_bridge.training import run as training
 from energon_bridge.training.config import ModelConfig, RunConfig
 from energon_bridge.training.config_file import load_config

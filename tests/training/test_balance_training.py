@@ -28,17 +28,18 @@ from keyed import write_mix
 from megatron_runs import configuration, train
 from run_outputs import read_losses
 
-from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.datasets import get_loader, get_train_dataset
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.prepare.columns import add_column
-from energon_bridge.replica.warmup import CostWarmup
-from energon_bridge.testing import create_captioning_test_dataset, write_shard
+from energon_bridge.core.dataloader import EnergonDataloader
+from energon_bridge.core.datasets import get_loader, get_train_dataset
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.worker_config import WorkerConfig
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.columns.making import add_column
+from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
+from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training import run as training
 from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 

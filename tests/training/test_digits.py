@@ -27,7 +27,7 @@ LONG = os.environ.get("ENERGON_LONG_TESTS") == "1"
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
-    prepare = ["-c", "from energon_bridge.cli.main import main; main()", "prepare", str(folder)]
+    prepare = ["-c", "from energon_bridge.tools.cli.main import main; main()", "prepare", str(folder)]
     prepare += ["--non-interactive", "--split-parts=train:train/.*", "--split-parts=val:val/.*"]
     prepare += ["--sample-type=CaptioningSample", '--field-map={"image": "png", "caption": "txt"}']
     for command in ([str(REPOSITORY / "scripts" / "make_digits.py"), str(folder)], prepare):

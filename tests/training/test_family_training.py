@@ -11,13 +11,13 @@ from families import FAMILIES, QWENS, chat, encoder_of, model_config_of, model_o
 
 pytest.importorskip("transformers")
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.samples import TextSample, VQASample
-from energon_bridge.task_encoder.families import ChatTemplateTaskEncoder, QwenFamily
-from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
-from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.task_encoder.packed_sequences import unpack_batch
-from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.samples import TextSample, VQASample
+from energon_bridge.models.conversations.layout import ImageToken, MultiModalSampleConfig
+from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
+from energon_bridge.models.conversations.sequences import MultiModalSample, PaddingValues
+from energon_bridge.models.families import ChatTemplateTaskEncoder, QwenFamily
+from energon_bridge.models.packing.packed_sequences import unpack_batch
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.module import VisionLanguageModule, check_packing, sequence_inputs, takes_mrope
 from energon_bridge.training.presets import ModelBundle

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from paths import CONFIGS, REPOSITORY
 
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 

@@ -28,15 +28,15 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from energon_bridge import TaskEncoder, WorkerConfig, get_loader, get_val_dataset
-from energon_bridge.av import AVDecoder
-from energon_bridge.errors import EmptyDatasetError, SampleError
-from energon_bridge.rows.segments import MediaOptions
-from energon_bridge.rows.turns import has_empty_answer
-from energon_bridge.samples import Sample, edataclass
-from energon_bridge.task_encoder import conversation
-from energon_bridge.task_encoder.conversation import MediaWithOptions, read_conversation
-from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.families.sound import sound_of
+from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.errors import EmptyDatasetError, SampleError
+from energon_bridge.core.samples import Sample, edataclass
+from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.conversations import conversation
+from energon_bridge.models.conversations.conversation import MediaWithOptions, read_conversation
+from energon_bridge.models.conversations.segments import MediaOptions
+from energon_bridge.models.conversations.turns import has_empty_answer
+from energon_bridge.models.families.sound import sound_of
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.encoder import COOKERS, cook_conversation, training_task_encoder
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset

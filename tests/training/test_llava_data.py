@@ -12,13 +12,13 @@ from paths import REPOSITORY
 from recipes import CAPTIONS, jpeg
 
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.training.llava_data import write_captions, write_conversations
 
 
 def run(*arguments: str) -> None:
     """Call `energon`."""
-    command = ["-c", "from energon_bridge.cli.main import main; main()", *arguments]
+    command = ["-c", "from energon_bridge.tools.cli.main import main; main()", *arguments]
     done = run_program(command, REPOSITORY)
     assert done.returncode == 0, done.stderr
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from energon_bridge.training.config_file import load_config
 
@@ -19,8 +19,8 @@ from conversations import conversations_dataset
 from megatron_runs import configuration, train
 from run_outputs import read_losses, read_predictions
 
-from energon_bridge.integrations.context_parallel import zigzag_indices
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
+from energon_bridge.trainers.context_parallel import zigzag_indices
 from energon_bridge.training.megatron.checkpoints import complete_checkpoints
 from energon_bridge.training.megatron.model import seen_tokens
 from energon_bridge.training.megatron.ranks import cpu_backend, launched_rank

@@ -21,8 +21,8 @@ pytest.importorskip("transformers")
 from megatron_runs import configuration, train
 from run_outputs import hexes, read_losses, read_predictions
 
-from energon_bridge.task_encoder.multimodal import MultiModalBatch
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.models.conversations.multimodal import MultiModalBatch
+from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.megatron import run as run_module

@@ -20,9 +20,9 @@ from lightning.pytorch import Trainer
 from run_outputs import hexes, read_losses, read_predictions, run_with_a_stop
 from torch.utils.data import DataLoader
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError
-from energon_bridge.samples import InterleavedSample, TextSample, VQASample
-from energon_bridge.task_encoder.sequences import MultiModalBatch, MultiModalSample
+from energon_bridge.core.errors import ConfigurationError, OverLongSampleError
+from energon_bridge.core.samples import InterleavedSample, TextSample, VQASample
+from energon_bridge.models.conversations.sequences import MultiModalBatch, MultiModalSample
 from energon_bridge.training import run as training
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig, ValidationConfig
 from energon_bridge.training.config_file import load_config

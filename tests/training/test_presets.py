@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 
 from processors import planned
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.families import ProcessorFamily
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.families import ProcessorFamily
 from energon_bridge.training.config import ModelConfig
 from energon_bridge.training.presets import PRESETS, ModelBundle, load_model, write_preset
 from energon_bridge.training.run import freeze

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 from run_outputs import read_losses, read_predictions, run_with_a_stop
 
-from energon_bridge.errors import UnknownSplitError
+from energon_bridge.core.errors import UnknownSplitError
 from energon_bridge.training import run as training
 from energon_bridge.training.assemble import assemble_llava
 from energon_bridge.training.config import RunConfig

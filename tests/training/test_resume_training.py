@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 from run_outputs import hexes, read_losses
 
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import list_checkpoints
 from energon_bridge.training.config import RunConfig

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from run_outputs import read_losses, read_predictions
 
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ from forked import become_rank, free_port, run_afresh, run_forked
 from run_outputs import hexes, read_losses, read_predictions, run_with_a_stop
 
 from energon_bridge import read_quarantine
-from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError, EnergonError
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.core.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError, EnergonError
+from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import AtomicCheckpointIO, append_metrics, list_checkpoints
 from energon_bridge.training.config import RunConfig
@@ -393,7 +393,7 @@ def test_a_configuration_says_where_its_data_and_model_come_from(path: Path) -> 
 def test_captions_are_those_of_the_split(
     dataset: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("energon_bridge.stream.steps._has_warned", False)
+    monkeypatch.setattr("energon_bridge.core.stream.steps._has_warned", False)
     captions = dataset_captions(str(dataset), limit=1000)
     with ThreadPoolExecutor(1) as pool:  # a tokenizer that is trained on them has a thread
         assert len(pool.submit(list, captions).result()) == 12

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from paths import CONFIGS
 
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.training.config import CheckpointConfig, DataConfig, RunConfig
 from energon_bridge.training.config_file import dump_config, load_config, write_config
 

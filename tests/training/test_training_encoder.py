@@ -15,11 +15,11 @@ from PIL import Image
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.samples import CaptioningSample, TextSample, VQASample
-from energon_bridge.stores import FileStore
-from energon_bridge.task_encoder.families import LLAVA_TEMPLATE, ChatSample, ChatTemplateTaskEncoder
-from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+from energon_bridge.core.errors import ConfigurationError, SampleError
+from energon_bridge.core.samples import CaptioningSample, TextSample, VQASample
+from energon_bridge.core.stores import FileStore
+from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
+from energon_bridge.models.families import LLAVA_TEMPLATE, ChatSample, ChatTemplateTaskEncoder
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
 from energon_bridge.training.encoder import cook_conversation, training_task_encoder, without_effect
 from energon_bridge.training.generation import prompts_of, visible_images

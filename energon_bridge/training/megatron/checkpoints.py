@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.training.config import SIZES
 from energon_bridge.training.megatron.ranks import Ranks
 from energon_bridge.training.megatron.step import Training

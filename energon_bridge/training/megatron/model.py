@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.integrations.context_parallel import zigzag_indices
-from energon_bridge.rng import key_of
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.order.rng import key_of
+from energon_bridge.trainers.context_parallel import zigzag_indices
 from energon_bridge.training.config import RunConfig
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.rng import key_of
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.order.rng import key_of
 from energon_bridge.training.config import RunConfig
 
 # ---------------------------------------------------------------------------------------------------------------------

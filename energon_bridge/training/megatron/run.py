@@ -25,17 +25,17 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.datamodule import EnergonMultiModalDataModule
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.integrations.feedback import MixFeedback
-from energon_bridge.integrations.report import Curve, RunRecorder, gathered, summary
-from energon_bridge.integrations.report_page import write_report
-from energon_bridge.samples.devices import normalise_on_device
-from energon_bridge.task_encoder.costs import record_time
-from energon_bridge.task_encoder.multimodal import MultiModalBatch
-from energon_bridge.task_encoder.packed_sequences import unpack_batch
-from energon_bridge.task_encoder.sequences import PaddingValues
+from energon_bridge.core.dataloader import EnergonDataloader
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.conversations.multimodal import MultiModalBatch
+from energon_bridge.models.conversations.sequences import PaddingValues
+from energon_bridge.models.images.devices import normalise_on_device
+from energon_bridge.models.packing.packed_sequences import unpack_batch
+from energon_bridge.tools.report.page import write_report
+from energon_bridge.tools.report.recorder import Curve, RunRecorder, gathered, summary
+from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule
+from energon_bridge.trainers.feedback import MixFeedback
+from energon_bridge.trainers.replica.costs import record_time
 from energon_bridge.training.callbacks import (
     TIMES,
     append_metrics,

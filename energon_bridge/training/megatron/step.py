@@ -21,10 +21,10 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn.functional import pad
 
-from energon_bridge.integrations.context_parallel import zigzag_indices
-from energon_bridge.samples.devices import normalise_on_device
-from energon_bridge.task_encoder.inputs import loss_weights
-from energon_bridge.task_encoder.multimodal import MultiModalBatch
+from energon_bridge.models.conversations.inputs import loss_weights
+from energon_bridge.models.conversations.multimodal import MultiModalBatch
+from energon_bridge.models.images.devices import normalise_on_device
+from energon_bridge.trainers.context_parallel import zigzag_indices
 from energon_bridge.training.config import RunConfig, learning_rate_factor
 from energon_bridge.training.megatron.model import Llava, seen_tokens
 from energon_bridge.training.megatron.ranks import Ranks

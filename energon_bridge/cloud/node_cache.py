@@ -1,0 +1,654 @@
+"""A cache on the node's disk, with one quota: remote blocks, which all processes share, and values that one keeps.
+
+`ENERGON_CACHE_DIR` (and `ENERGON_CACHE_BYTES`) turn it on; `use_node_cache` sets both. Files below `<folder>/v2/<2 hex
+digits>/`, each named by a SHA-256:
+
+    <hash>.id       the object at a URL: JSON {"url", "version" (ETag), "size"}; size -1: none. Valid for a minute
+    <hash>.block    1 MiB of one version of one object (the last one is shorter), then the CRC-32 of each 64 KiB of it
+    <name>.claim    a process fetches it: JSON [host, process]. Void if that process is gone, or after 20 seconds
+
+Values are `<number>.kept` in `<folder>/v2/<host>_<process>_<random>/`, which its process keeps locked. The kernel
+releases the lock of a process that dies, and whoever makes room on its host removes its folder.
+
+Invariant: the bytes read from a block are those that were fetched, and nobody evicts what a living process keeps. Files
+are renamed into place, complete; a block with the wrong length is ignored, and so is one whose needed pieces fail their
+checksum. Blocks have no locks: a claim only saves work, and two processes that fetch the same block write the same
+bytes. If the disk refuses a write (it is full, say), reads go to the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where folders of dead processes stay
+    fcntl = None  # type: ignore[assignment]
+
+from energon_bridge.core.errors import ConfigurationError, StorageError
+from energon_bridge.core.storage.base import MADE
+from energon_bridge.core.storage.helpers import PerProcess
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+BLOCK = 1 << 20
+PIECE = 64 << 10
+"""The unit in which a block on the disk is read and checked, so that a small sample need not read all of it."""
+_BELIEVED_SECONDS, _MISSING_SECONDS = 60.0, 5.0
+_CLAIM_SECONDS = 20.0
+_EMPTY_SECONDS = 1.0
+_LEFT_SECONDS = 600.0
+"""Unfinished files of this age were left behind by a killed process."""
+_USED_SECONDS = 30.0
+"""Seconds between two updates of a file's time of last use."""
+_REFUSED_SECONDS = 10.0
+"""Seconds without writes after the disk refused one."""
+_POLL, _MOST_POLL = 0.002, 0.05
+_SHARE = 200
+"""A process checks what to delete each time it has written this fraction of the cache's limit."""
+_FREE_SHARE = 20
+"""The fraction of the disk that is left free."""
+_LEASED_SHARE = 40
+"""The fraction of what may be kept that all processes together add without looking what the others keep; twice as much
+is set aside for it, because processes come."""
+_LEASED_COUNT = 64
+"""Values are leased by this number, and bytes by blocks; where a lease is less, every addition looks."""
+_LOOKS = 20
+"""A process that found no room looks again after this many times the time that the look took, for each process."""
+_KEPT = ".kept"
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of an object: its URL, ETag and size in bytes; -1: it does not exist."""
+
+    url: str
+    tag: str
+    size: int
+
+    def length(self, block: int) -> int:
+        """Return the bytes of a block."""
+        return min(BLOCK, self.size - block * BLOCK)
+
+    def name(self, block: int) -> str:
+        """Return the name of a block's file."""
+        return f"{_hash(f'{self.url} {self.tag} {self.size} {block}')}.block"
+
+
+Place = tuple[Version, int]
+"""A block of a version."""
+Span = tuple[int, int]
+"""Start and end of the bytes needed within a block."""
+
+
+class NodeCache:
+    """The cache in a folder, shared by all processes that use the same folder. Thread-safe, usable after a fork."""
+
+    def __init__(self, folder: str, limit: int | None) -> None:
+        self._folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), "v2")
+        self._limit = limit
+        self._written = -1
+        self._refused = 0.0
+        self._known: dict[str, tuple[float, Version]] = {}
+        self._first: set[Place] = set()
+
+    def versions(self, urls: Sequence[str], ask: Callable[[list[int]], list[Version]]) -> list[Version]:
+        """Return the versions at some URLs; `ask` requests those of the given numbers."""
+        now = time.monotonic()
+        known: dict[int, Version] = {}
+        for number, url in enumerate(urls):
+            until, version = self._known.get(url, (0.0, None))
+            if version is not None and until > now:
+                known[number] = version
+        missing = [number for number in range(len(urls)) if number not in known]
+
+        def load(number: int) -> bool:
+            version = self._load_version(urls[number])
+            if version is not None:
+                known[number] = version
+            return version is not None
+
+        def make(numbers: list[int]) -> None:
+            for number, version in zip(numbers, ask(numbers), strict=True):
+                known[number] = version
+                self._publish(
+                    self._id_name(urls[number]), json.dumps([version.url, version.tag, version.size]).encode()
+                )
+                self._know(version, time.time())
+
+        self._each(missing, lambda number: self._id_name(urls[number]), load, make)
+        return [known[number] for number in range(len(urls))]
+
+    def blocks(
+        self, wanted: Mapping[Place, Sequence[Span]], fetch: Callable[[list[Place]], list[bytes]]
+    ) -> dict[Place, memoryview]:
+        """Return blocks; `fetch` gets those that are not in the cache.
+
+        Args:
+            wanted: The blocks in the order to fetch them, with the spans needed of each. The other bytes of a block
+                from the disk are undefined.
+            fetch: Returns complete blocks.
+        """
+        blocks: dict[Place, memoryview] = {}
+        fetched: set[Place] = set()
+
+        def load(place: Place) -> bool:
+            data = self._load_block(*place, wanted[place])
+            if data is not None:
+                blocks[place] = data
+            return data is not None
+
+        def make(places: list[Place]) -> None:
+            for place, data in zip(places, fetch(places), strict=True):
+                blocks[place] = memoryview(data)
+                fetched.add(place)
+                self._put(place, data)
+
+        self._each(list(wanted), lambda place: place[0].name(place[1]), load, make)
+        self._count(blocks, fetched)
+        return blocks
+
+    def put(self, place: Place, data: bytes) -> None:
+        """Store a block that came with the response that named the version, if the disk accepts it."""
+        self._first.add(place)
+        self._put(place, data)
+
+    def _put(self, place: Place, data: bytes) -> None:
+        version, block = place
+        self._publish(version.name(block), data, _checksums(data))
+
+    def _count(self, blocks: dict[Place, memoryview], fetched: set[Place]) -> None:
+        """Update the counters: blocks that this process fetched are misses, the others hits."""
+        hits = misses = hit_bytes = miss_bytes = 0
+        for place, data in blocks.items():
+            if place in fetched or place in self._first:
+                self._first.discard(place)
+                misses, miss_bytes = misses + 1, miss_bytes + len(data)
+            else:
+                hits, hit_bytes = hits + 1, hit_bytes + len(data)
+        with _counting():
+            MADE.cache_hits += hits
+            MADE.cache_hit_bytes += hit_bytes
+            MADE.cache_misses += misses
+            MADE.cache_miss_bytes += miss_bytes
+
+    def forget(self, url: str) -> None:
+        """Forget the version at a URL, so that the server is asked again."""
+        self._known.pop(url, None)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(self._id_name(url)))
+
+    # One of all processes --------------------------------------------------------------------------------------------
+
+    def _each(
+        self, left: list[_T], name: Callable[[_T], str], load: Callable[[_T], bool], make: Callable[[list[_T]], None]
+    ) -> None:
+        """Load each thing, make it, or wait for the process that makes it."""
+        pause = _POLL
+        while left:
+            mine: list[_T] = []
+            others: list[_T] = []
+            try:
+                for thing in left:
+                    if load(thing):
+                        continue
+                    if not self._claim(name(thing)):
+                        others.append(thing)
+                        continue
+                    mine.append(thing)
+                    if load(thing):  # it appeared between the two checks
+                        self._release(name(mine.pop()))
+                if mine:
+                    make(mine)
+                    pause = _POLL
+            finally:
+                for thing in mine:
+                    self._release(name(thing))
+            if others and not mine:
+                time.sleep(pause)
+                pause = min(_MOST_POLL, pause * 2)
+            left = others
+
+    def _claim(self, name: str) -> bool:
+        """Return whether this process should fetch something; True also if the disk accepts no claims."""
+        path = f"{self._path(name)}.claim"
+        for _ in range(2):
+            try:
+                self._write(path, [json.dumps([_host(), os.getpid()]).encode()], os.O_EXCL)
+                return True
+            except FileExistsError:
+                if not _is_void(path):
+                    return False
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            except OSError:
+                return True
+        return False
+
+    def _release(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self._path(name)}.claim")
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{name[:2]}/{name[2:]}"
+
+    def _id_name(self, url: str) -> str:
+        return f"{_hash(url)}.id"
+
+    def _know(self, version: Version, since: float) -> float:
+        """Remember a version seen at a time; return for how many seconds it is still valid."""
+        left = (_BELIEVED_SECONDS if version.size >= 0 else _MISSING_SECONDS) - (time.time() - since)
+        if 0 < left <= _BELIEVED_SECONDS + 1:
+            self._known[version.url] = time.monotonic() + left, version
+            return left
+        return 0.0
+
+    def _load_version(self, url: str) -> Version | None:
+        path = self._path(self._id_name(url))
+        try:
+            with open(path, "rb") as file:
+                since = os.fstat(file.fileno()).st_mtime
+                version = Version(*json.loads(file.read()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return version if version.url == url and self._know(version, since) > 0 else None
+
+    def _load_block(self, version: Version, block: int, spans: Sequence[Span]) -> memoryview | None:
+        path, length = self._path(version.name(block)), version.length(block)
+        pieces = -(-length // PIECE)
+        # Zero-filling would cost more than reading a small sample.
+        data: memoryview = np.empty(length, np.uint8).data
+        try:
+            with open(path, "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                used = status.st_mtime
+                sums = os.pread(file.fileno(), 4 * pieces, length)
+                whole = status.st_size == length + 4 * pieces and len(sums) == 4 * pieces
+                if whole:
+                    needed = {n for low, high in spans for n in range(low // PIECE, -(-high // PIECE))}
+                    whole = all(_read_piece(file.fileno(), data, n, sums) for n in sorted(needed))
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):  # another process may have deleted it
+            if not whole:
+                os.unlink(path)
+            elif time.time() - used > _USED_SECONDS:
+                os.utime(path)
+        return data if whole else None
+
+    def _publish(self, name: str, *parts: bytes) -> None:
+        if time.monotonic() < self._refused:
+            return
+        path = self._path(name)
+        writing = f"{path}.{uuid.uuid4().hex}.writing"
+        size = sum(map(len, parts))
+        try:
+            due = self._written < 0 or self._written + size > (self._limit or _SHARE << 28) // _SHARE
+            if due and self.make_room(size) < size:
+                raise OSError("no room")
+            self._write(writing, parts, os.O_EXCL)
+            os.replace(writing, path)
+            self._written += size
+        except OSError:  # the disk is full or read-only
+            with contextlib.suppress(OSError):
+                os.unlink(writing)
+            self._written, self._refused = -1, time.monotonic() + _REFUSED_SECONDS
+
+    def _write(self, path: str, parts: Sequence[bytes], flags: int) -> None:
+        try:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+        with open(opened, "wb", buffering=0) as file:
+            for part in parts:
+                view = memoryview(part)
+                while len(view):
+                    view = view[file.write(view) :]
+
+    # Deleting --------------------------------------------------------------------------------------------------------
+
+    def make_room(self, size: int) -> int:
+        """Delete what killed processes left, and the least recently used blocks, until some more bytes fit.
+
+        Return the bytes that there is room for.
+        """
+        self._written = 0
+        os.makedirs(self._folder, exist_ok=True)
+        self._remove_dead()
+        now, files, used = time.time(), list[tuple[float, int, str]](), 0
+        for path, stat in _files(self._folder):
+            if path.endswith(_KEPT):
+                used += stat.st_size
+                continue
+            if not path.endswith((".id", ".block")):
+                if path.endswith((".writing", ".claim")) and now - stat.st_mtime > _LEFT_SECONDS:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                continue
+            files.append((stat.st_mtime, stat.st_size, path))
+            used += stat.st_size
+        disk = os.statvfs(self._folder)
+        most = used + disk.f_bavail * disk.f_frsize - disk.f_blocks * disk.f_frsize // _FREE_SHARE
+        if self._limit is not None:
+            most = min(most, self._limit - self._limit // 10)
+        left = most - used
+        for _, bytes_, path in sorted(files) if left < size else ():
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            left += bytes_
+            if left >= size:
+                break
+        return left
+
+    # What a process keeps --------------------------------------------------------------------------------------------
+
+    def own_folder(self) -> tuple[str, int]:
+        """Make a folder for this process; return its path, and a descriptor that keeps it locked. Raises OSError."""
+        while True:
+            path = f"{self._folder}/{_prefix()}{os.getpid()}_{secrets.token_hex(8)}"
+            try:
+                os.makedirs(path, 0o700)
+                self._remove_dead(but=path)
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another process removed it, or an empty folder above it
+            with contextlib.suppress(OSError):
+                if _lock(descriptor) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return path, descriptor
+            os.close(descriptor)
+
+    def _remove_dead(self, but: str = "") -> int:
+        """Remove the folders of dead processes; return the number of living ones."""
+        living = 0
+        for folder in os.scandir(self._folder):
+            if "_" not in folder.name or folder.path == but:
+                continue
+            living += 1
+            if not folder.name.startswith(_prefix()):
+                continue  # not every file system shows the locks of another host
+            with contextlib.suppress(OSError):  # it has gone, or is another user's
+                descriptor = os.open(folder.path, os.O_RDONLY | os.O_CLOEXEC)
+                if _lock(descriptor, without=False):
+                    shutil.rmtree(folder.path, ignore_errors=True)
+                    living -= 1
+                os.close(descriptor)
+        return living
+
+    def kept(self) -> tuple[int, int, int]:
+        """Return bytes and number of the values that processes keep, and how many processes there are."""
+        living = self._remove_dead()
+        sizes = [stat.st_size for path, stat in _files(self._folder, "_") if path.endswith(_KEPT)]
+        return sum(sizes), len(sizes), living
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock of the cache, where the file system has locks."""
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a fork that has copied the descriptor
+            os.close(descriptor)
+
+
+def _prefix() -> str:
+    """Return how the names of folders of this host's processes start."""
+    return f"{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}_"
+
+
+def _lock(descriptor: int, *, without: bool = True) -> bool:
+    """Take the lock of a folder if it is free; return whether it is ours now, or `without` where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return without
+    return True
+
+
+class KeptValues:
+    """The values that this process keeps in a cache until it drops them, in a folder that goes with the process.
+
+    Whoever adds one looks what all processes keep, under the lock of the cache. Where much may be kept, a process adds
+    some without a look; room is set aside for these. `drop` and `close` take no lock: the garbage collector may call
+    them anywhere.
+
+    Args:
+        cache: Where they are kept.
+        max_bytes, max_count: Limits on what all processes keep there.
+        whole: The last process out removes the folder of the cache.
+
+    Attributes:
+        folder: That of this process.
+
+    Raises:
+        StorageError: It cannot be made.
+    """
+
+    def __init__(self, cache: NodeCache, *, max_bytes: int, max_count: int, whole: bool = False) -> None:
+        self._cache, self._whole = cache, whole
+        self._limits = max_bytes, max_count
+        self._most = -1, 0  # until the first look
+        self._leased = self._others = 0, 0
+        self._added, self._seen, self._dropped = (0, 0), (0, 0), (0, 0)
+        self._due = 0.0
+        self._numbers = itertools.count()
+        self._putting = threading.Lock()
+        try:
+            self.folder, descriptor = cache.own_folder()
+        except OSError as error:
+            raise StorageError(f"cannot make a folder for cached files: {error}") from error
+        self._descriptors = [descriptor]
+
+    def may_fit(self, more: int = 0) -> bool:
+        """Whether another value may fit, beside some more: by the last look, or because it is time for the next."""
+        return self._fits(1, 1 + more) or time.monotonic() >= self._due
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many more values may fit, by the last look."""
+        return self._fits(1, count)
+
+    def fits(self) -> bool:
+        """Whether another value may fit, after a look if it is time for one."""
+        with self._putting, contextlib.suppress(OSError):
+            if not self._fits(1) and time.monotonic() >= self._due:
+                with self._looking(1):
+                    pass
+        return self._fits(1)
+
+    def put(self, data: bytes) -> str | None:
+        """Write a value and return its path; None if there is no room, or the disk refuses it."""
+        size, path = len(data), f"{self.folder}/{next(self._numbers)}{_KEPT}"
+        try:
+            with self._putting:
+                unseen, fits = _sum(self._added, self._seen, -1), self._fits(size)
+                if not self._descriptors or not (fits or time.monotonic() >= self._due):
+                    return None
+                alone = not fits or unseen[0] + size > self._leased[0] or unseen[1] + 1 > self._leased[1]
+                with self._looking(size) if alone else contextlib.nullcontext():
+                    if not self._fits(size):
+                        return None
+                    with open(path, "xb") as file:
+                        self._added = _sum(self._added, (size, 1))
+                        file.truncate(size)  # others count it from now on
+            with open(path, "r+b") as file:
+                file.write(data)
+        except OSError as error:
+            if self._descriptors:
+                _log.warning("%s: cannot cache a file, so it will be read again: %s", path, error)
+            with self._putting, contextlib.suppress(OSError):
+                os.unlink(path)
+                self._added = _sum(self._added, (size, 1), -1)
+            return None
+        return path
+
+    def drop(self, path: str, size: int) -> None:
+        """Delete a value; not by two threads at once."""
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        self._dropped = _sum(self._dropped, (size, 1))
+
+    def close(self, *, remove: bool = True) -> None:
+        """Delete all values and the folder, but in a forked child, whose parent has them."""
+        with contextlib.suppress(IndexError):
+            descriptor = self._descriptors.pop()
+            if remove:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(descriptor)
+            with contextlib.suppress(OSError):  # there is more
+                os.rmdir(parent := os.path.dirname(self.folder))
+                if self._whole:
+                    os.rmdir(os.path.dirname(parent))
+
+    def _fits(self, size: int, count: int = 1) -> bool:
+        used = _sum(_sum(self._others, self._added), self._dropped, -1)
+        return used[0] + size <= self._most[0] and used[1] + count <= self._most[1]
+
+    @contextlib.contextmanager
+    def _looking(self, size: int) -> Iterator[None]:
+        """Make room for some bytes, count what all processes keep, and let none of them add to it in the block."""
+        began, (max_bytes, max_count) = time.monotonic(), self._limits
+        left = self._cache.make_room(size)
+        with self._cache.alone():
+            kept_bytes, kept_count, processes = self._cache.kept()
+            own = _sum(self._added, self._dropped, -1)
+            self._seen, self._others = self._added, _sum((kept_bytes, kept_count), own, -1)
+            share = _LEASED_SHARE * max(1, processes)
+            leased = min(max_bytes, left) // share // BLOCK * BLOCK, max_count // share // _LEASED_COUNT * _LEASED_COUNT
+            self._leased = leased if min(leased) > 0 else (0, 0)
+            self._most = _sum(self._limits, self._leased, -2 * processes) if left >= size else (-1, 0)
+            now = time.monotonic()
+            self._due = now + (now - began) * _LOOKS * processes
+            yield
+
+
+def _sum(first: Sequence[int], second: Sequence[int], times: int = 1) -> tuple[int, int]:
+    return first[0] + times * second[0], first[1] + times * second[1]
+
+
+def _checksums(data: bytes) -> bytes:
+    """Return the CRC-32 of each piece of a block, 4 bytes each."""
+    view = memoryview(data)
+    return b"".join(zlib.crc32(view[at : at + PIECE]).to_bytes(4, "little") for at in range(0, len(data), PIECE))
+
+
+def _read_piece(descriptor: int, block: memoryview, number: int, sums: bytes) -> bool:
+    """Read a piece of a block's file into the block; return whether its checksum is right."""
+    piece = block[number * PIECE : (number + 1) * PIECE]
+    got = os.preadv(descriptor, [piece], number * PIECE)
+    return got == len(piece) and zlib.crc32(piece).to_bytes(4, "little") == sums[4 * number : 4 * number + 4]
+
+
+def _files(folder: str, mark: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    for part in (part for part in os.scandir(folder) if mark in part.name):
+        with contextlib.suppress(OSError):  # it may disappear meanwhile
+            for entry in os.scandir(part.path):
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry.path, entry.stat()
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _host() -> str:
+    """Return a name of this host and its namespace of process ids."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _is_void(path: str) -> bool:
+    """Return whether the process of a claim is gone."""
+    try:
+        with open(path, "rb") as file:
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+            said = file.read()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    if abs(age) > _CLAIM_SECONDS:
+        return True
+    try:
+        host, process = json.loads(said)
+    except ValueError:
+        return abs(age) > _EMPTY_SECONDS  # it is being written, or its process was killed first
+    if host == _host():
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+_caches: dict[tuple[str, int | None], NodeCache] = {}
+_counting = PerProcess(threading.Lock)
+
+
+def node_cache() -> NodeCache | None:
+    """Return the cache that the environment configures, if any; raises ConfigurationError for an invalid size."""
+    folder = os.environ.get("ENERGON_CACHE_DIR", "")
+    if not folder:
+        return None
+    said = os.environ.get("ENERGON_CACHE_BYTES", "")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", said.strip().upper()) if said else None
+    if said and (match is None or match[2] not in _UNITS or not float(match[1])):
+        raise ConfigurationError(
+            f"ENERGON_CACHE_BYTES must be a number of bytes above 0, such as 500000000000 or 500G, got {said!r}"
+        )
+    key = folder, int(float(match[1]) * _UNITS[match[2]]) if match else None
+    return _caches.setdefault(key, NodeCache(*key))
+
+
+def use_node_cache(cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None = None) -> None:
+    """Cache reads from object stores and web servers on a local disk, for all processes of the node.
+
+    Examples:
+        >>> use_node_cache("/tmp/energon-cache", cache_bytes=100 * 10**9)  # before datasets are opened
+        >>> use_node_cache(None)
+
+    Call it before opening datasets. It sets ENERGON_CACHE_DIR and ENERGON_CACHE_BYTES, which workers inherit.
+
+    Args:
+        cache_dir: A folder of a local disk, the same for all ranks of the node; None: no cache.
+        cache_bytes: Limit of the cache; the least recently used blocks are deleted first. None: all but 5 % of
+            the disk.
+
+    Raises:
+        ConfigurationError: `cache_bytes` is not a number above 0.
+    """
+    if cache_bytes is not None and (isinstance(cache_bytes, bool) or int(cache_bytes) <= 0):
+        raise ConfigurationError(f"use_node_cache: cache_bytes must be above 0, or None, got {cache_bytes!r}")
+    for name, value in (("ENERGON_CACHE_DIR", cache_dir), ("ENERGON_CACHE_BYTES", cache_bytes)):
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = os.fspath(value) if isinstance(value, str | os.PathLike) else str(int(value))

@@ -1,0 +1,249 @@
+"""Whether saved states fit a run (its data, its settings, and lanes for every rank), and each other, to be merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from itertools import islice
+from typing import Any
+
+from energon_bridge.core.errors import (
+    BatchSizeMismatchError,
+    DatasetMismatchError,
+    MissingRankError,
+    SeedMismatchError,
+    SettingMismatchError,
+    SliceSizeMismatchError,
+    SplitMismatchError,
+    StateFormatError,
+    StepMismatchError,
+)
+from energon_bridge.core.loader.document import OF_THE_RUN, WHAT_A_STATE_IS, SavedRun, State, read, shown, write
+from energon_bridge.core.order.topology import microbatches_before
+from energon_bridge.core.stream.state import COUNTERS, LaneState
+
+_SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
+    "seed": SeedMismatchError,
+    "batch_size": BatchSizeMismatchError,
+    "max_samples_per_sequence": SliceSizeMismatchError,
+}
+
+_AFFECTED = {
+    "image_target": "how images are decoded",
+    "image_backend": "how images are decoded",
+    "autorotate": "how images are decoded",
+    "pixels": "the values of pixels",
+    "pixels_dtype": "the type of pixels",
+    "today": "the date that the chat template writes",
+    "balance_window": "which samples a global batch has",
+    "balance_window_of": "which samples a global batch has",
+    "balance_window_cost": "which samples a global batch has",
+}
+"""What a setting changes, for those that change something other than the order."""
+
+_ALSO = {
+    "batch_size": " (data.micro_batch_size of a configuration)",
+    "today": " in the ChatConfig (data.today of a configuration), or leave it out,",
+}
+"""Where else a setting can be set."""
+
+WINDOWS = "balance_window"
+"""The setting with the number of global batches in a window; names of further window settings begin with it."""
+ABSENT = {WINDOWS: 1}
+"""The value of a setting that a state or run lacks, if not None."""
+_OF_THE_STATE = ("packing_buffers",)
+"""Settings that a run keeps from its beginning, like its lanes."""
+_OF_THE_MIX = ("mode", "schedule", "shuffle", "unit", "unit_values")
+
+
+def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State], *, adapt: bool = False) -> list[str]:
+    """Raise if a state does not fit a dataset and its settings; return how the mixes differ.
+
+    Raises:
+        SplitMismatchError, DatasetMismatchError: The data differ.
+        SettingMismatchError: A setting that the order depends on differs (seed, batch size and slice size have their
+            own subclasses).
+    """
+    if saved.kind != kind:
+        raise StateFormatError(
+            f"the state belongs to a {saved.kind} stream, but this loader delivers a {kind} one: restore it into a "
+            "loader of the kind that saved it (train: get_train_dataset, passes: the same with "
+            "repeat=False, finite: get_val_dataset)"
+        )
+    saved_leaves = [leaf for leaf in saved.leaves if not leaf["parked"]]
+    if not adapt and [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
+        _refuse_split(saved_leaves, leaves)
+    difference = diff_leaves(saved_leaves, leaves)
+    of_the_mix = []
+    for name in sorted(settings.keys() | saved.settings.keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
+        then, now = (of.get(name, ABSENT.get(name)) for of in (saved.settings, settings))
+        # States of earlier versions have no day.
+        if then == now or name in _OF_THE_STATE or (name == "today" and None in (then, now)):
+            continue
+        if name in _OF_THE_MIX and (adapt or difference):  # for another mix, the leaves say more
+            of_the_mix.append(f"~ {name}: {then} is {now} now")
+            continue
+        raise mismatch(name, then, now)
+    if difference and not adapt:
+        raise DatasetMismatchError(
+            "the state belongs to different data (- in the state, + in this run):\n"
+            + "\n".join(f"  {line}" for line in difference)
+            + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
+            "names of auxiliary stores. Restore the data and weights that the run started with, resume with "
+            'on_mismatch="adapt" (data.on_mismatch=adapt of a configuration) to continue with the new mix, or start a '
+            "new run"
+        )
+    return difference + of_the_mix
+
+
+def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
+    """Raise if the datasets are the same but the split parts differ."""
+    for then, now in zip(saved, here, strict=False):
+        if then["split_part"] != now["split_part"] and (len(saved) == len(here) == 1 or then["path"] == now["path"]):
+            raise SplitMismatchError(
+                f"the state belongs to split {then['split_part']!r} of {then['path']}, but this run reads split "
+                f"{now['split_part']!r} of {now['path']}: set split_part={then['split_part']!r} to resume, or start a "
+                "new run"
+            )
+
+
+def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
+    """Return how two tables of leaves differ, one line per leaf: added, removed, reweighted, content changed.
+
+    Leaves of one identity have other content if their marks differ; a state of an older version has none.
+    """
+    then, now = ({leaf["identity"]: leaf for leaf in table} for table in (saved, here))
+    lines = []
+    paths = {leaf["path"]: leaf for identity, leaf in now.items() if identity not in then}
+    for identity, leaf in then.items():
+        if identity in now:
+            if leaf["mark"] and now[identity]["mark"] and leaf["mark"] != now[identity]["mark"]:
+                lines.append(f"~ {_describe(leaf)}: its files were written again with other content, of the same sizes")
+            if leaf["share"] != now[identity]["share"]:
+                lines.append(f"~ {_describe(leaf)}: weight {leaf['share']} is {now[identity]['share']} now")
+        elif leaf["path"] in paths:
+            lines.append(f"- {_describe(leaf)}\n  + {_describe(paths.pop(leaf['path']))}: the content changed")
+        else:
+            lines.append(f"- {_describe(leaf)}")
+    return lines + [f"+ {_describe(leaf)}" for leaf in paths.values()]
+
+
+def _describe(leaf: State) -> str:
+    part = f" of {leaf['subset']}" if leaf["subset"] else ""
+    samples = f"{leaf['num_samples']} samples{part}"
+    return f"{leaf['path']} [{leaf['split_part']}], {samples}, identity {leaf['identity']}"
+
+
+def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
+    """Return the error for a setting with which the state was saved."""
+    if name == "unit_values" and then is not None and now is not None:
+        return SettingMismatchError(
+            "the column that the weights of the mix are shares of (`unit`) has other values than when the state was "
+            "saved, and the order of samples depends on them: restore the column, or resume with "
+            'on_mismatch="adapt" to continue with the new values'
+        )
+    also = _ALSO.get(name, "")
+    return _SETTING_ERRORS.get(name, SettingMismatchError)(
+        f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
+        f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r}{also} to resume, or "
+        "start a new run"
+    )
+
+
+def saved_day(saved: SavedRun) -> date | None:
+    """Return the day that a run writes into texts, if its state has one. Raises StateFormatError."""
+    day = saved.settings.get("today")
+    try:
+        return None if day is None else date.fromisoformat(day)
+    except (TypeError, ValueError) as error:
+        raise StateFormatError(f"the state is damaged: today={day!r} is no date such as '2026-01-31'") from error
+
+
+def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:
+    """Raise if lanes are missing from a union of states, or are at another position than the run."""
+    missing = list(islice((lane for lane in wanted if lane not in lanes), 9))
+    if missing:
+        raise MissingRankError(
+            f"the state holds {len(lanes)} of {num_lanes} lanes; this rank needs lanes {missing[:8]}"
+            f"{' …' if len(missing) > 8 else ''}. The states of some ranks are missing: restore from a list of the "
+            "states of all ranks, or from save_state_global"
+        )
+    for lane, state in lanes.items():
+        expected = microbatches_before(lane, microbatches, num_lanes)
+        if state.microbatches != expected:
+            raise StateFormatError(
+                f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, but at "
+                f"microbatch {microbatches} of the run it should have delivered {expected}"
+            )
+
+
+# States of ranks -----------------------------------------------------------------------------------------------------
+
+
+def read_all(states: Sequence[Any]) -> SavedRun:
+    """Return the merged contents of the states of some or all ranks of a run; each is unpacked once.
+
+    Raises:
+        StepMismatchError: They are at different microbatches.
+        StateFormatError: They belong to different runs, or one is damaged.
+    """
+    if not states:
+        raise StateFormatError(f"no state given. {WHAT_A_STATE_IS}")
+    runs = [read(state) for state in states]
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    lanes: dict[int, LaneState] = {}
+    counts = [dict.fromkeys(COUNTERS, 0) for _ in first.leaves]
+    for number, run in enumerate(runs):
+        if run.microbatches != first.microbatches:
+            raise StepMismatchError(
+                f"the states were saved at different steps: state 0 after {first.microbatches} microbatches of the "
+                f"run, state {number} after {run.microbatches}; take the states of one checkpoint"
+            )
+        if difference := _difference(first, run):
+            raise StateFormatError(f"state {number} belongs to another run than state 0: {difference}")
+        fresh = not lanes.keys() & run.lanes.keys()
+        lanes |= run.lanes
+        if fresh:
+            for total, leaf in zip(counts, run.leaves, strict=True):
+                for name in COUNTERS:
+                    total[name] += leaf["counts"][name]
+    leaves = [leaf | {"counts": counted} for leaf, counted in zip(first.leaves, counts, strict=True)]
+    return replace(first, leaves=leaves, lanes=lanes, ranks=_ranks_of(runs))
+
+
+def _ranks_of(runs: Sequence[SavedRun]) -> tuple[int, int] | None:
+    known = [run.ranks for run in runs if run.ranks is not None]
+    if len(known) < len(runs):
+        return None
+    size = max(size for _, size in known)
+    return min(size, sum(count for count, _ in known)), size
+
+
+def merge(states: Sequence[Any]) -> State:
+    """Return one document for the states of some or all ranks of a run.
+
+    Raises:
+        StepMismatchError: They are at different microbatches.
+        StateFormatError: They belong to different runs, or one is damaged.
+    """
+    saved = read_all(states)
+    if len(states) == 1:
+        document: State = states[0]
+        return document
+    return write(saved)
+
+
+def _difference(a: SavedRun, b: SavedRun) -> str:
+    """Return which settings, or what else, differ between two states; empty if they belong to one run."""
+    names = [name for name in sorted(a.settings.keys() | b.settings) if a.settings.get(name) != b.settings.get(name)]
+    if names:
+        return ", ".join(f"{n}: {shown(a.settings.get(n))} and {shown(b.settings.get(n))}" for n in names)
+    others = [n for n in (*OF_THE_RUN, "bans") if n != "settings" and getattr(a, n) != getattr(b, n)]
+    if a.changes != b.changes:
+        others.append("weights")
+    if [leaf["identity"] for leaf in a.leaves] != [leaf["identity"] for leaf in b.leaves]:
+        others.append("leaves")
+    return ", ".join(others)

@@ -1,0 +1,367 @@
+"""Choosing: which samples come next, in any stretch of any stream.
+
+A stream is a lane of a run or, as lane 0 of 1, a pass over validation data. Its blend says from which leaf each draw
+comes and the order of the leaf which sample that is; both are asked here and nowhere else. What comes out is either
+*picks*, integers of shape (draws, 4) with the columns leaf, sample, epoch and output (always 0: a draw's first), or
+*spans*, the same draws by leaf and round, for a lane that reads whole rounds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeGuard, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energon_bridge.core.order.blend import Blend
+from energon_bridge.core.order.changes import LeafBans
+from energon_bridge.core.order.leaf import LeafOrder, Round
+from energon_bridge.core.order.rng import IntArray
+
+_OPEN_ROUNDS = 4096
+_TOGETHER = 256
+"""Draws of a pass looked up at a time."""
+
+
+class OrderedLeaf(Protocol):
+    """What choosing needs of a leaf: its order, its banned samples, and their amounts if the weights count them."""
+
+    @property
+    def order(self) -> LeafOrder: ...
+    @property
+    def bans(self) -> LeafBans | None: ...
+    @property
+    def amounts(self) -> Any: ...
+
+
+class Standing(NamedTuple):
+    """Where a lane is in its blend.
+
+    Attributes:
+        draw: The next draw.
+        leaf_draws: Draws made before in each leaf.
+        sums: The sums of the leaves, in a blend by amounts; none where it begins.
+        origin: Draw at which the lane began with this blend.
+    """
+
+    draw: int
+    leaf_draws: Sequence[int]
+    sums: Sequence[int] = ()
+    origin: int = 0
+
+
+class LeafDraws(Protocol):
+    """The leaves of the draws of one lane, from a position on."""
+
+    def take(self, count: int) -> IntArray:
+        """Return the leaves of the next draws, shape (count,)."""
+
+    def sums(self, draw: int) -> tuple[int, ...]:
+        """Return the sums of the leaves before a draw, not before one asked about earlier."""
+
+
+class SummingBlend(Protocol):
+    """A blend in which the next leaf of a lane depends on what it drew before: on a sum of each leaf."""
+
+    def draws(self, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> LeafDraws:
+        """Return the draws of a lane, from a position on."""
+
+
+class BucketBlend(Protocol):
+    """Says which bucket a microbatch comes from, and for each bucket the blend of its leaves, by its number."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def rows(self) -> Sequence[int]: ...
+    @property
+    def of_leaf(self) -> Sequence[int]: ...
+    @property
+    def blends(self) -> Sequence[Blend]: ...
+    def without(self, gone: frozenset[int]) -> BucketBlend: ...
+    def bucket(self, microbatch: int) -> int: ...
+    def draws_in(self, bucket: int, leaf_draws: Sequence[int]) -> int: ...
+    def leaf_draws(self, lane: int, microbatch: int) -> list[int]: ...
+
+
+def has_sums(blend: object) -> TypeGuard[SummingBlend]:
+    """Whether a blend is a `SummingBlend`: asked of each lane, and `isinstance` of a protocol costs 10 us."""
+    return hasattr(blend, "draws")
+
+
+AnyBlend: TypeAlias = Blend | SummingBlend | BucketBlend
+"""Says which leaf each draw of a lane comes from: by its number alone, by what was drawn before, or by its bucket."""
+
+
+class Drawn(Protocol):
+    """A run of consecutive draws of one lane in one leaf: a `Round`, or what holds its bytes."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def indices(self) -> IntArray: ...
+    @property
+    def epochs(self) -> IntArray: ...
+
+
+R = TypeVar("R", bound=Drawn)
+
+
+class Picks(NamedTuple):
+    """The samples of consecutive draws.
+
+    Attributes:
+        members: Leaf, sample, epoch and output of each, shape (draws, 4).
+        banned: Which draws give nothing since their samples are banned, shape (draws,); None: no draw.
+    """
+
+    members: IntArray
+    banned: NDArray[np.bool_] | None = None
+
+
+class Span(NamedTuple, Generic[R]):
+    """Draws [low, high) of a round of a leaf, and their places in a stretch; either all of them are banned or none."""
+
+    leaf: int
+    round: R
+    low: int
+    high: int
+    places: Sequence[int]
+    banned: bool = False
+
+    def split(self, banned: NDArray[np.bool_]) -> list[Span[R]]:
+        """Return the banned draws and the others apart, in order."""
+        if not banned.any():
+            return [self]
+        edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
+        low, places = self.low, self.places
+        return [
+            self._replace(low=low + begin, high=low + end, places=places[begin:end], banned=bool(banned[begin]))
+            for begin, end in pairwise(edges)
+        ]
+
+
+def by_leaf(leaves: IntArray) -> list[tuple[int, Sequence[int]]]:
+    """Return the leaves that occur in an array, each with its places."""
+    if leaves.size and (leaves == leaves[0]).all():
+        return [(int(leaves[0]), range(leaves.size))]
+    # np.unique would import numpy.ma, into every worker.
+    return [(leaf, np.flatnonzero(leaves == leaf).tolist()) for leaf in np.flatnonzero(np.bincount(leaves)).tolist()]
+
+
+class Cursor(Generic[R]):
+    """Where a lane is in a leaf: its current rounds, and the next ones while they are read ahead.
+
+    Args:
+        hold: Makes of a round what is kept of it.
+        together: Draws to look up at once, over several rounds if needed. The first round is looked up alone.
+    """
+
+    __slots__ = ("_hold", "_lane", "_order", "_together", "current", "upcoming")
+
+    def __init__(self, order: LeafOrder, lane: int, hold: Callable[[Round], R], together: int) -> None:
+        self._order, self._lane, self._hold = order, lane, hold
+        self._together = together
+        self.current: R | None = None
+        self.upcoming: R | None = None
+
+    def at(self, draw: int, wanted: int) -> tuple[R, int]:
+        """Return the rounds that hold a draw of the leaf, and the draw's place in them.
+
+        If they must be looked up, `wanted` draws are, as far as that costs little more.
+        """
+        rounds = self.current
+        if rounds is None or not 0 <= draw - rounds.first < rounds.indices.size:
+            upcoming, self.upcoming = self.upcoming, None
+            if upcoming is None or upcoming.first != draw:
+                upcoming = self._rounds(draw, wanted if rounds is None else max(wanted, self._together))
+            rounds = self.current = upcoming
+        return rounds, draw - rounds.first
+
+    def following(self) -> R:
+        """Return the rounds after the current ones, for reading ahead."""
+        assert self.current is not None
+        self.upcoming = self._rounds(self.current.first + self.current.indices.size, self._together)
+        return self.upcoming
+
+    def drop(self) -> None:
+        """Drop the rounds; they are looked up again when needed."""
+        self.current = self.upcoming = None
+
+    def _rounds(self, draw: int, fewest: int) -> R:
+        return self._hold(self._order.rounds_at(self._lane, draw, fewest))
+
+
+class Cursors(Generic[R]):
+    """The cursors of some lanes in all leaves; beyond `most`, the least recently used one drops its rounds.
+
+    Args:
+        hold: Makes of a round of a leaf what is kept of it.
+        together: As for `Cursor`, by the order of the leaf.
+        most: Cursors that keep rounds.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[OrderedLeaf],
+        hold: Callable[[int, Round], R],
+        *,
+        together: Callable[[LeafOrder], int],
+        most: int = _OPEN_ROUNDS,
+    ) -> None:
+        self.leaves, self._hold, self._together, self._most = leaves, hold, together, most
+        self._cursors: OrderedDict[tuple[int, int], Cursor[R]] = OrderedDict()
+
+    def of(self, lane: int, leaf: int) -> Cursor[R]:
+        """Return the cursor of a lane in a leaf."""
+        cursor = self._cursors.get((lane, leaf))
+        if cursor is None:
+            hold, order = self._hold, self.leaves[leaf].order
+            cursor = Cursor(order, lane, lambda rounds: hold(leaf, rounds), self._together(order))
+            self._cursors[lane, leaf] = cursor
+            if len(self._cursors) > self._most:
+                self._cursors.popitem(last=False)[1].drop()
+        elif len(self.leaves) > 1:
+            self._cursors.move_to_end((lane, leaf))
+        return cursor
+
+    def drop(self, lane: int) -> None:
+        """Drop the rounds of a lane: what holds their bytes gives each sample once."""
+        for (of, _), cursor in self._cursors.items():
+            if of == lane:
+                cursor.drop()
+
+
+def plain_cursors(leaves: Sequence[OrderedLeaf], *, together: int = 1, most: int = _OPEN_ROUNDS) -> Cursors[Round]:
+    """Return cursors that keep the rounds and nothing else."""
+    return Cursors(leaves, lambda _, rounds: rounds, together=lambda _: together, most=most)
+
+
+class Chooser(Generic[R]):
+    """Chooses the draws of one lane, from a position on.
+
+    Args:
+        cursors: Where the lane is in the leaves.
+        blend: Says which leaf a draw comes from; None if there is one leaf.
+
+    Attributes:
+        draw, leaf_draws: Those of the position that choosing has reached.
+    """
+
+    def __init__(self, cursors: Cursors[R], blend: AnyBlend | None, lane: int, at: Standing) -> None:
+        self._cursors, self._lane, self._origin = cursors, lane, at.origin
+        self._summed: LeafDraws | None = None
+        self._blend: Blend | None = None
+        if has_sums(blend):
+            self._summed = blend.draws(cursors.leaves, lane, at)
+        else:
+            self._blend = cast("Blend | None", blend)  # of buckets, each has a chooser of its own
+        self.draw, self.leaf_draws = at.draw, list(at.leaf_draws)
+
+    def sums(self, draw: int) -> tuple[int, ...]:
+        """Return the sums of the leaves before a draw, not before one asked about earlier; none without amounts."""
+        return () if self._summed is None else self._summed.sums(draw)
+
+    def spans(self, count: int) -> list[Span[R]]:
+        """Choose the next `count` draws."""
+        first, lane = self.draw, self._lane
+        of_leaves: list[tuple[int, Sequence[int]]] = [(0, range(count))]
+        if self._summed is not None:
+            of_leaves = by_leaf(self._summed.take(count))
+        elif self._blend is not None:
+            of_leaves = by_leaf(self._leaves(count))
+        spans: list[Span[R]] = []
+        for leaf, places in of_leaves:
+            cursor, bans = self._cursors.of(lane, leaf), self._cursors.leaves[leaf].bans
+            while places:
+                rounds, low = cursor.at(self.leaf_draws[leaf], len(places))
+                high = min(rounds.indices.size, low + len(places))
+                span = Span(leaf, rounds, low, high, places[: high - low])
+                if bans is None:
+                    spans.append(span)
+                else:
+                    draws = first + np.asarray(span.places, dtype=np.int64)
+                    draws = draws * self._cursors.leaves[leaf].order.num_lanes + lane
+                    spans += span.split(bans.at(rounds.indices[low:high], draws))
+                self.leaf_draws[leaf] += high - low
+                places = places[high - low :]
+        self.draw += count
+        return spans
+
+    def _leaves(self, count: int) -> IntArray:
+        """Return the leaves of the next draws, shape (count,)."""
+        assert self._blend is not None
+        first = self.draw - self._origin
+        leaves = self._blend.leaves(self._lane, first, count)
+        while leaves.size < count:  # where weights change or a mix epoch ends
+            more = self._blend.leaves(self._lane, first + leaves.size, count - leaves.size)
+            leaves = np.concatenate((leaves, more))
+        return leaves
+
+    def picks(self, count: int) -> Picks:
+        """Choose the next `count` draws."""
+        members = np.zeros((count, 4), dtype=np.int64)
+        banned: NDArray[np.bool_] | None = None
+        for span in self.spans(count):
+            places = span.places
+            at = slice(places.start, places.stop) if isinstance(places, range) else places
+            members[at, 0] = span.leaf
+            members[at, 1] = span.round.indices[span.low : span.high]
+            members[at, 2] = span.round.epochs[span.low : span.high]
+            if span.banned:
+                banned = np.zeros(count, dtype=bool) if banned is None else banned
+                banned[at] = True
+        return Picks(members, banned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassDraws:
+    """The draws of one pass: a stretch of a stream of one lane, whoever delivers it.
+
+    Attributes:
+        leaves: The leaves, cut for one lane.
+        blend: How they are merged; None if there is one.
+        first: The global draw with which the pass begins; each pass over validation data begins with 0.
+        num_draws: Draws in the pass.
+    """
+
+    leaves: Sequence[OrderedLeaf]
+    blend: AnyBlend | None
+    first: int = 0
+    num_draws: int
+
+    @cached_property
+    def _cursors(self) -> Cursors[Round]:
+        return plain_cursors(self.leaves, together=_TOGETHER)
+
+    def picks(self, start: int, stop: int) -> Picks:
+        """Return draws [start, stop) of the pass."""
+        at = standing(self.leaves, self.blend, 0, self.first + start)
+        return Chooser(self._cursors, self.blend, 0, at).picks(stop - start)
+
+
+_STRETCH = 1 << 14
+"""Draws gone through at once."""
+
+
+def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, draw: int) -> Standing:
+    """Return where a lane is before a draw of its blend.
+
+    It is computed at once, but for a blend by amounts, which goes through all draws: some microseconds for each.
+    """
+    if blend is None:
+        return Standing(draw, [draw])
+    if not has_sums(blend):
+        return Standing(draw, cast(Blend, blend).counts(lane, draw).tolist())
+    counts = np.zeros(len(leaves), dtype=np.int64)
+    draws = blend.draws(leaves, lane, Standing(0, counts.tolist()))
+    for first in range(0, draw, _STRETCH):
+        size = min(_STRETCH, draw - first)
+        counts += np.bincount(draws.take(size), minlength=counts.size)
+        draws.sums(first + size)  # what came before is not needed again
+    return Standing(draw, counts.tolist(), draws.sums(draw))

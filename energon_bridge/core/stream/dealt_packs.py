@@ -1,0 +1,254 @@
+"""Buffers that several lanes share, where data is small: each lane takes its turn of the packs.
+
+A lane that packs by itself draws its own part of an epoch, an L-th of the samples. Where that is less than a buffer, or
+than a few dozen samples, packs are badly filled, and the lanes leave an epoch at very different times. Then the run has
+fewer buffers than lanes, K of them (`packing_buffers` in `loader/run_plan.py`): lane l follows buffer `l mod K`, which
+draws as lane `l mod K` of K does, and takes every (L/K)-th pack that is selected of it, from pack `l div K` on.
+
+What a lane delivers still follows from its own state: it has the position of the buffer after the last selection that
+the lane has seen. So a lane can always select by itself, wherever the others are. Lanes of one process that come to the
+same selection share its work; lanes of several processes each do it, and lane `l < K` counts what is lost on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from energon_bridge.core.order.choose import AnyBlend
+from energon_bridge.core.stream.draws import BatchRow, Draws
+from energon_bridge.core.stream.pack_buffer import Packing, PackRules, pack_rules
+from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.state import Counts, LaneState, Stage, as_members
+
+Key = tuple[int, int, int, bytes]
+"""Where a buffer is: packs dealt, draws, outputs taken of the current draw, and what waits."""
+
+
+@dataclass(slots=True)
+class Selection:
+    """What was selected of a shared buffer.
+
+    Attributes:
+        packs: By turn; only those that lanes of this process take.
+        after: The buffer after it.
+        counts: Draws that gave nothing on the way.
+    """
+
+    packs: dict[int, list[list[BatchRow]]]
+    after: LaneState
+    counts: Counts
+
+    def rows(self) -> list[BatchRow]:
+        """Return the samples in the packs."""
+        return [row for packs in self.packs.values() for pack in packs for row in pack]
+
+
+class FollowedDraws(Draws):
+    """The position of a shared buffer, as one lane has seen it; the buffer draws."""
+
+    def __init__(self, pipeline: Pipeline, number: int, state: LaneState) -> None:
+        super().__init__(number, pipeline, None, state)
+        self._sums = state.sums
+
+    def follow(self, state: LaneState) -> None:
+        """Go to another position."""
+        self.draw, self.taken, self._sums = state.draw, state.taken, state.sums
+        self.leaf_draws = list(state.leaf_draws)
+
+    def sums(self) -> tuple[int, ...]:
+        return self._sums
+
+    def prepare(self, draws: int) -> None:
+        """Do nothing: a selection loads what it needs."""
+
+
+class SharedBuffer:
+    """One buffer in one process, and its selections that lanes may still ask for.
+
+    Args:
+        number: Its number.
+        state: That of a lane: where the buffer is.
+        turns: Those of the lanes of the process.
+        reading: For each number, the buffer that has read last: lanes may have left it at places that differ.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        blend: AnyBlend | None,
+        number: int,
+        state: LaneState,
+        turns: Collection[int],
+        reading: dict[int, SharedBuffer],
+    ) -> None:
+        self._pipeline, self._turns = pipeline, turns
+        self._number, self._reading = number, reading
+        self._sharers = pipeline.settings.num_lanes // pipeline.leaves[0].order.num_lanes
+        self._origin = state.origin
+        self._draws = Draws(number, pipeline, blend, state)
+        rules = pack_rules(pipeline.leaves, blend, number, by_epoch=True)
+        waiting = replace(state, held=state.held.only(Stage.BUFFER))
+        self._packing = Packing(self._draws, pipeline, waiting, rules)
+        self._at = self._state()
+        self._found: dict[Key, Selection] = {}
+        self.held = 0
+        pipeline.budget.join(self)
+
+    def find(self, key: Key) -> Selection | None:
+        """Return the selection from a position on; None if the buffer does not come to it."""
+        while key not in self._found:
+            if key_of(self._at) != key and key[:3] <= key_of(self._at)[:3]:
+                return None
+            self._select()
+        return self._found[key]
+
+    def forget(self, before: tuple[int, ...]) -> None:
+        """Drop the selections that all lanes of the process have seen."""
+        for key in [key for key in self._found if key[:3] < before]:
+            self._hold(self._found.pop(key).rows(), -1)
+
+    def needed_last(self) -> chain[BatchRow]:
+        """Return the rows whose contents may be dropped, the newest selection first."""
+        return chain.from_iterable(reversed(found.rows()) for found in reversed(self._found.values()))
+
+    def give(self, selection: Selection, turn: int) -> list[list[BatchRow]]:
+        """Remove the packs of a turn from a selection; return them."""
+        packs = selection.packs.pop(turn, [])
+        self._hold([row for pack in packs for row in pack], -1)
+        return packs
+
+    def _hold(self, rows: list[BatchRow], sign: int) -> None:
+        self._pipeline.budget.hold(self, sign * sum(row.size for row in rows if row.content is not None))
+
+    def _select(self) -> None:
+        if self._reading.get(self._number, self) is not self:
+            self._pipeline.cursors.drop(self._number)
+        self._reading[self._number] = self
+        counts, judge, before = Counts(), self._pipeline.judge, self._at
+        reported = judge.taken()
+        first = before.dealt
+        self._packing.select(counts)
+        if 0 not in self._turns:
+            judge.taken()  # the process of the lane with the first turn says what failed
+        judge.pending[:0] = reported
+        packs: dict[int, list[list[BatchRow]]] = {}
+        for number, pack in enumerate(self._packing.give_up_packs(), first):
+            turn = number % self._sharers
+            if turn in self._turns:
+                packs.setdefault(turn, []).append(pack)
+        self._at = self._state()
+        found = self._found[key_of(before)] = Selection(packs, self._at, counts)
+        self._hold(found.rows(), 1)
+        self._pipeline.budget.keep(self)
+
+    def _state(self) -> LaneState:
+        draws, packing = self._draws, self._packing
+        return LaneState(
+            0,
+            draws.draw,
+            draws.taken,
+            tuple(draws.leaf_draws),
+            self._origin,
+            packing.waiting(),
+            0,
+            packing.target,
+            draws.sums(),
+            packing.selected,
+        )
+
+
+def key_of(state: LaneState) -> Key:
+    """Return where the buffer is that the state of a lane, or of the buffer, is about."""
+    waiting = state.held.only(Stage.BUFFER)
+    return state.dealt, state.draw, state.taken, waiting.rows.tobytes() + waiting.members.tobytes()
+
+
+class SharedBuffers:
+    """The shared buffers of one process.
+
+    Args:
+        lanes: Those of the process.
+        states: Of the lanes that have delivered something.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, blend: AnyBlend | None, lanes: Collection[int], states: Mapping[int, LaneState]
+    ) -> None:
+        self._pipeline, self._blend = pipeline, blend
+        self._streams = pipeline.leaves[0].order.num_lanes
+        fresh = LaneState.fresh(len(pipeline.leaves))
+        self._seen = {lane: states.get(lane) or fresh for lane in lanes}
+        self._buffers: dict[int, list[SharedBuffer]] = {}
+        self._reading: dict[int, SharedBuffer] = {}
+
+    def packs(self, lane: int, counts: Counts) -> tuple[list[list[BatchRow]], LaneState]:
+        """Return a lane's packs of the next selection, and the buffer after it."""
+        stream, turn = lane % self._streams, lane // self._streams
+        key = key_of(self._seen[lane])
+        buffer, selection = self._found(stream, lane, key)
+        if turn == 0:
+            counts.add(selection.counts)
+        packs = buffer.give(selection, turn)
+        self._seen[lane] = selection.after
+        least = min(key_of(seen)[:3] for other, seen in self._seen.items() if other % self._streams == stream)
+        for each in self._buffers[stream]:
+            each.forget(least)
+        return packs, selection.after
+
+    def _found(self, stream: int, lane: int, key: Key) -> tuple[SharedBuffer, Selection]:
+        buffers = self._buffers.setdefault(stream, [])
+        for buffer in buffers:
+            if (selection := buffer.find(key)) is not None:
+                return buffer, selection
+        sharing = [other for other in self._seen if other % self._streams == stream]
+        turns = {other // self._streams for other in sharing}
+        seen = (
+            self._seen[lane] if buffers else min((self._seen[other] for other in sharing), key=lambda s: key_of(s)[:3])
+        )
+        buffers.append(SharedBuffer(self._pipeline, self._blend, stream, seen, turns, self._reading))
+        return self._found(stream, lane, key)
+
+
+class DealtPacking(Packing):
+    """The packs of one lane that shares its buffer.
+
+    Args:
+        draws: Follows the buffer.
+        lane: Its number.
+        buffers: Those of the process.
+    """
+
+    def __init__(
+        self,
+        draws: FollowedDraws,
+        pipeline: Pipeline,
+        state: LaneState,
+        rules: PackRules,
+        lane: int,
+        buffers: SharedBuffers,
+    ) -> None:
+        super().__init__(draws, pipeline, state, rules)
+        self._buffer.clear()  # only as references, in `_waiting`
+        self._to_restore.clear()
+        self._lane, self._followed, self._buffers = lane, draws, buffers
+
+    def settle(self, rows: int, counts: Counts) -> None:
+        """Take packs until there are enough for the next microbatch."""
+        self._select_for(rows, counts)
+        self._pipeline.budget.keep(self)
+
+    def select(self, counts: Counts) -> None:
+        """Take the lane's packs of the next selection; there may be none."""
+        packs, after = self._buffers.packs(self._lane, counts)
+        self._followed.follow(after)
+        self._packs.extend(packs)
+        self._hold(sum(row.size for pack in packs for row in pack if row.content is not None))
+        members = [as_members([row.members[0] for row in pack]) for pack in packs]
+        self._waiting.follow(members, after.held, target=after.buffer, dealt=after.dealt)
+
+    @property
+    def dealt(self) -> int:
+        """The packs that were selected of the shared buffer up to where the lane has seen it."""
+        return self._waiting.dealt

@@ -1,0 +1,625 @@
+"""Packing: encoded samples wait in a buffer, the encoder selects some of them into packs, and each pack becomes rows.
+
+`select_samples_to_pack` gets a buffer of S samples. Samples it leaves over stay in the buffer, in their order, ahead of
+the samples drawn next. So the selection depends on the draws alone, not on *when* they are made. The lane makes use of
+that: after each microbatch it draws a share of what the buffer still needs, so that the buffer is full when the packs
+run out and no step waits for a whole buffer. It selects again as soon as fewer packs are left than a microbatch needs,
+before the state is taken, so a restored lane has the packs of its first microbatch. When a lane draws depends on its
+state alone, never on where the run was stopped: the draw from which a change of weights or a ban holds follows from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energon_bridge.core.encoder.hooks import LONGEST_WAIT
+from energon_bridge.core.errors import FatalSampleError, OverLongSampleError
+from energon_bridge.core.order.choose import AnyBlend, OrderedLeaf
+from energon_bridge.core.order.leaf import LeafOrder
+from energon_bridge.core.order.rng import IntArray
+from energon_bridge.core.registry import load
+from energon_bridge.core.stream.conventions import Conventions
+from energon_bridge.core.stream.draws import BatchRow, Draws, count_read, reencode, rows_of
+from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, LaneState, Stage, as_members
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which samples of a lane wait to be packed, and in which packs, as integers.
+#
+# `Packing` keeps what the samples contain beside it, `PlannedLane` needs no more than this. Both draw and select by the
+# same rules, so they reach the same states.
+#
+# Lanes begin with buffers of different sizes, from S/2 to S, so that they do not all select in the same step. A smaller
+# buffer grows with each selection by half of what that selection delivered, up to S. So between two selections a lane
+# draws at most one and a half times what it delivers.
+#
+# *A buffer ends with an epoch.* In a run of one dataset, what waits and what is still drawn of an epoch are cut into
+# equal parts of at most S samples. No part goes beyond the epoch, and after its last draw the encoder is asked for all
+# that waits (`current_buffer_is_last`). So a lane delivers an epoch before the next. A lane with fewer than 8 buffers
+# an epoch begins with a whole one.
+#
+# *No pack has a sample twice.* If an encoder selects a sample together with itself, drawn in another epoch, the later
+# one stays in the buffer. That can happen in mixes, with several epochs shuffled as one, and where an encoder leaves
+# samples over at the end of an epoch.
+#
+# Runs that began with 0.1.0 have neither rule: their states do not say how many buffers there are (`packing_buffers`).
+
+
+EMPTY_SELECTIONS = 4
+"""Selections without a pack, one after the other, after which a lane gives up."""
+
+
+_ROOMY = 8
+"""Buffers in a lane's share of an epoch from which on lanes begin with buffers of different sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneEpochs:
+    """Where the epochs of a lane end, in a run of one dataset."""
+
+    order: LeafOrder
+    lane: int
+
+    def epoch(self, draw: int) -> int:
+        """Return the epoch of a draw."""
+        return self.order.epoch_of(self.lane, draw)
+
+    def left(self, draw: int) -> int:
+        """Return the draws from one on to the end of its epoch."""
+        return self.order.epoch_end(self.lane, draw) - draw
+
+    def holds(self, buffers: int, size: int) -> bool:
+        """Whether the lane's share of an epoch fills so many buffers."""
+        return self.order.num_samples >= buffers * size * self.order.num_lanes
+
+
+@dataclass(frozen=True, slots=True)
+class PackRules:
+    """What ends a buffer besides its size.
+
+    Attributes:
+        epochs: Where the lane's epochs end; None: they do not end a buffer.
+        distinct: Whether a pack has no sample twice.
+    """
+
+    epochs: LaneEpochs | None = None
+    distinct: bool = False
+
+    def first_target(self, conventions: Conventions, lane: int, size: int) -> int:
+        """Return the samples in the buffer of a lane at which its first packs are selected."""
+        small = self.epochs is not None and not self.epochs.holds(_ROOMY, size)
+        return size if small else conventions.first_target(lane, size)
+
+
+def pack_rules(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, *, by_epoch: bool) -> PackRules:
+    """Return the rules of a lane; `by_epoch`: the run has rules besides the size at all."""
+    order = leaves[0].order
+    alone = by_epoch and blend is None and order.epochs_per_shuffle == 1
+    return PackRules(LaneEpochs(order, lane) if alone else None, distinct=by_epoch)
+
+
+class Turn(NamedTuple):
+    """Which of the packs of a buffer are a lane's: every `sharers`-th, from pack `place` on (`dealt_packs.py`)."""
+
+    place: int = 0
+    sharers: int = 1
+
+
+_ALL = Turn()
+
+
+def turn_of(leaves: Sequence[OrderedLeaf], lane: int, num_lanes: int) -> tuple[int, Turn]:
+    """Return the number of a lane's buffer, and its turn there, of `num_lanes` lanes."""
+    buffers = leaves[0].order.num_lanes
+    return lane % buffers, Turn(lane // buffers, num_lanes // buffers)
+
+
+def share_of(missing: int, left: int) -> int:
+    """Return what to do now of what is missing, if packs for so many more microbatches are left."""
+    return -(-max(0, missing) // (left + 1))
+
+
+class PackBuffer:
+    """The packs of a lane in turn, then the samples from which the next ones are selected.
+
+    Arrays are never changed in place, so that states share them.
+
+    Args:
+        size: Samples from which packs are selected, in the end (S).
+        held: What waits by the state of the lane.
+        target: Samples in the buffer at which the next selection is made.
+        rules: What else ends a buffer.
+        dealt: As below.
+        turn: Which packs stay here.
+
+    Attributes:
+        sizes: Samples of each pack, shape (packs,).
+        taken: Outputs of the first pack already delivered.
+        members: References of the samples in the buffer, shape (samples, 4).
+        target: As above.
+        dealt: Packs selected so far.
+    """
+
+    def __init__(
+        self, size: int, held: BufferedRefs, target: int, rules: PackRules, dealt: int = 0, turn: Turn = _ALL
+    ) -> None:
+        self._size, self.target, self._rules = size, target, rules
+        self.dealt, self._turn = dealt, turn
+        stages, lengths, numbers = held.rows.T
+        packs, waiting = stages == Stage.PACK, stages == Stage.BUFFER
+        self.sizes: IntArray = lengths[packs]
+        self.taken = int(numbers[packs][0]) if packs.any() else 0
+        self._packed: IntArray = held.members[np.repeat(packs, lengths)]
+        self.members: IntArray = held.members[np.repeat(waiting, lengths)]
+        self._waits: IntArray = numbers[waiting]
+
+    def share(self, rows: int, draw: int) -> int:
+        """Return the samples to draw after a microbatch of so many packs; 0 if the next one needs a selection first."""
+        left = len(self.sizes) // rows if self._turn.sharers == 1 else 0  # a shared buffer draws when it selects
+        return share_of(self.missing(0, draw), left) if left else 0
+
+    def missing(self, attempt: int, draw: int) -> int:
+        """Return the samples to draw before a selection, after so many that made no pack.
+
+        Args:
+            draw: The next draw of the leaf, if there is one leaf.
+        """
+        here, more = len(self.members), attempt * max(1, self._size // 4)
+        left = self.left(draw)
+        if left is None:
+            return max(0, self.target + more - here)
+        parts = -(-(here + left) // self.target)
+        return max(0, min(left, -(-(here + left) // max(1, parts)) + more - here))
+
+    def left(self, draw: int) -> int | None:
+        """Return the draws that may still enter this buffer; None: any number."""
+        epochs = self._rules.epochs
+        if epochs is None:
+            return None
+        return 0 if self.is_closed(draw) else epochs.left(draw)
+
+    def is_closed(self, draw: int) -> bool:
+        """Whether the epoch of samples that no selection was offered yet ends before a draw."""
+        epochs = self._rules.epochs
+        if epochs is None:
+            return False
+        fresh = self.members[self._waits == 0]
+        return bool(len(fresh)) and int(fresh[:, 2].min()) < epochs.epoch(draw)
+
+    def without_repeats(self, packs: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return packs, given by places, without samples that they have from another epoch already."""
+        if not self._rules.distinct:
+            return packs
+        members = self.members.tolist()
+        return [_distinct(pack, members) for pack in packs]
+
+    def add(self, members: IntArray) -> None:
+        """Append samples to the buffer."""
+        self.members = np.concatenate((self.members, members))
+        self._waits = np.concatenate((self._waits, np.zeros(len(members), dtype=np.int64)))
+
+    def select(self, packs: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
+        """Move samples into packs, by their places; return which of the others have now been left over too often."""
+        self._waits = self._waits + 1
+        if packs:
+            own = packs[(self._turn.place - self.dealt) % self._turn.sharers :: self._turn.sharers]
+            self._append([self.members[np.array(pack, dtype=np.int64)] for pack in own])
+            self.dealt += len(packs)
+            places = np.array([place for pack in packs for place in pack], dtype=np.int64)
+            left = np.ones(len(self.members), dtype=bool)
+            left[places] = False
+            self.keep(left)
+            self.target = min(self._size, self.target + -(-len(places) // 2))
+        return self._waits > LONGEST_WAIT
+
+    def _append(self, packs: Sequence[IntArray]) -> None:
+        self.sizes = np.concatenate((self.sizes, np.array([len(pack) for pack in packs], dtype=np.int64)))
+        self._packed = np.concatenate((self._packed, *packs))
+
+    def follow(self, packs: Sequence[IntArray], waiting: BufferedRefs, *, target: int, dealt: int) -> None:
+        """Append packs of a shared buffer; what waits there waits here from now on."""
+        self._append(packs)
+        self.members, self._waits = waiting.members, waiting.rows[:, 2]
+        self.target, self.dealt = target, dealt
+
+    def keep(self, kept: NDArray[np.bool_]) -> None:
+        """Drop the other samples of the buffer."""
+        self.members, self._waits = self.members[kept], self._waits[kept]
+
+    def take(self, packs: int) -> tuple[IntArray, IntArray]:
+        """Remove the first packs; return their sizes, and the references of their samples."""
+        sizes, self.sizes = self.sizes[:packs], self.sizes[packs:]
+        end = int(sizes.sum())
+        members, self._packed = self._packed[:end], self._packed[end:]
+        self.taken = 0
+        return sizes, members
+
+    def waiting(self) -> BufferedRefs:
+        """Return what waits, as a state has it."""
+        packs = len(self.sizes)
+        rows = np.zeros((packs + len(self.members), 3), dtype=np.int64)
+        rows[:packs, 0], rows[packs:, 0] = Stage.PACK, Stage.BUFFER
+        rows[:packs, 1], rows[packs:, 1] = self.sizes, 1
+        rows[packs:, 2] = self._waits
+        if packs:
+            rows[0, 2] = self.taken  # no outputs of the others have been taken
+        return BufferedRefs(rows, np.concatenate((self._packed, self.members)))
+
+
+def _distinct(pack: Sequence[int], members: Sequence[Sequence[int]]) -> list[int]:
+    """Return the places of a pack but those of samples that are in it before, from another epoch."""
+    epochs: dict[tuple[int, int], int] = {}
+    kept = []
+    for place in pack:
+        leaf, sample, epoch, _ = members[place]
+        if epochs.setdefault((leaf, sample), epoch) == epoch:
+            kept.append(place)
+    return kept
+
+
+logger = logging.getLogger(__name__)
+
+_AT_A_TIME = 64
+"""Samples drawn between two checks of the byte budget."""
+_SKIPPED = COUNTERS.index("skipped")
+
+
+class Packing:
+    """The packs of one lane.
+
+    `PackBuffer` says which samples wait, and for which pack; the rows with their contents are kept here beside it.
+
+    The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes
+    a pack when its turn comes, and the buffer in shares after each microbatch.
+
+    With `max_tokens_per_microbatch` microbatches are selected instead of packs: the engine asks the encoder for the
+    length of each sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
+
+    The lanes of a process share a byte budget for contents (`Budget`). A lane over its share drops the
+    contents it needs last (the newest of the buffer, then the last packs) and encodes them again when it needs
+    them. The encoder always sees a complete buffer, so the buffer of a lane that is selecting may exceed the
+    budget.
+
+    Args:
+        state: What waits, and the samples in the buffer at which the next selection is made.
+        rules: What else ends a buffer.
+
+    Attributes:
+        held: Bytes of the contents waiting here.
+        target: As above; it grows to S.
+    """
+
+    def __init__(self, draws: Draws, pipeline: Pipeline, state: LaneState, rules: PackRules) -> None:
+        self._draws = draws
+        self._pipeline = pipeline
+        self._outputs: deque[BatchRow] = deque()
+        self.held = 0
+        pipeline.budget.join(self)
+        size = pipeline.settings.run.packing_buffer_size or 0
+        target = state.buffer or rules.first_target(pipeline.conventions, draws.number, size)
+        self._waiting = PackBuffer(size, state.held, target, rules, state.dealt)
+        rows = [(stage, [BatchRow((ref,)) for ref in refs]) for stage, refs, _ in state.held.entries()]
+        # The rows of each pack and of the buffer, as they wait.
+        self._packs = deque(members for stage, members in rows if stage is Stage.PACK)
+        self._buffer = [members[0] for stage, members in rows if stage is Stage.BUFFER]
+        self._to_restore = deque(self._buffer)
+        self._lost: set[int] = set()  # ids of rows of the buffer that no longer encode, and are counted
+
+    @property
+    def target(self) -> int:
+        """Samples in the buffer at which the next selection is made."""
+        return self._waiting.target
+
+    @property
+    def dealt(self) -> int:
+        """As in the state of a lane: 0, since the buffer is the lane's own."""
+        return 0
+
+    @property
+    def selected(self) -> int:
+        """The packs selected so far."""
+        return self._waiting.dealt
+
+    def waiting(self) -> BufferedRefs:
+        """Return what waits here, as references."""
+        return self._waiting.waiting()
+
+    def give_up_packs(self) -> list[list[BatchRow]]:
+        """Remove the packs; return them."""
+        packs = list(self._packs)
+        self._packs.clear()
+        self._waiting.take(len(packs))
+        self._hold(-sum(row.size for pack in packs for row in pack if row.content is not None))
+        return packs
+
+    def _keep(self, kept: NDArray[np.bool_]) -> None:
+        """Drop the other rows of the buffer."""
+        self._buffer = list(compress(self._buffer, kept))
+        self._waiting.keep(kept)
+
+    def _done(self) -> None:
+        """Remove the first pack."""
+        self._packs.popleft()
+        self._waiting.take(1)
+
+    def take(self, counts: Counts) -> BatchRow:
+        """Return the next row; select if no pack is left."""
+        first, selections = self._draws.draw, 0
+        while not self._outputs:
+            if not self._packs:
+                if selections > EMPTY_SELECTIONS:
+                    self._draws.give_up_if_barren(first)
+                selections += 1
+                self.select(counts)
+                continue
+            pack = self._packs[0]
+            rows = self._packed(pack, counts)
+            self._outputs.extend(rows[self._waiting.taken :])
+            if not self._outputs:
+                self._done()
+        row = self._outputs.popleft()
+        self._waiting.taken += 1
+        if not self._outputs:
+            self._done()
+        return row
+
+    def take_microbatch(self, counts: Counts) -> list[BatchRow]:
+        """Return the rows of the next microbatch that was selected by length; selects where none is left."""
+        first, selections = self._draws.draw, 0
+        while True:
+            if self._packs:
+                rows = self._with_contents(self._packs[0], counts)
+                self._hold(-sum(row.size for row in rows))
+                self._done()
+                count_read(rows, counts)
+                if rows := post_encoded(self._pipeline, rows, counts):
+                    return rows
+                continue
+            if selections > EMPTY_SELECTIONS:
+                self._draws.give_up_if_barren(first)
+            selections += 1
+            self.select(counts)
+
+    def settle(self, rows: int, counts: Counts) -> None:
+        """Draw this microbatch's share of the next buffer; select if the next microbatch would find too few packs."""
+        left = len(self._packs) // rows
+        if left and self._to_restore:
+            self._restore(share_of(len(self._to_restore), left), counts)
+        self._fill(self._waiting.share(rows, self._draws.leaf_draws[0]), counts)
+        self._select_for(rows, counts)
+        self._pipeline.budget.keep(self)
+
+    def _select_for(self, rows: int, counts: Counts) -> None:
+        """Select until there are packs for a microbatch."""
+        first, selections = self._draws.draw, 0
+        while len(self._packs) < rows:
+            if selections > rows + EMPTY_SELECTIONS:
+                self._draws.give_up_if_barren(first)
+            selections += 1
+            self.select(counts)
+
+    def _restore(self, share: int, counts: Counts) -> None:
+        """Encode some rows of a buffer that came from a state."""
+        rows = [self._to_restore.popleft() for _ in range(share)]
+        self._with_contents(rows, counts)
+        self._lost |= {id(row) for row in rows if row.content is None}
+        self._pipeline.budget.keep(self)
+
+    def _fill(self, missing: int, counts: Counts) -> None:
+        """Draw samples into the buffer, as far as they may enter it."""
+        left = self._waiting.left(self._draws.leaf_draws[0])
+        stop = None if left is None else self._draws.draw + left
+        while missing > 0 and (stop is None or self._draws.draw < stop):
+            rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts, stop, waits=True))
+            missing -= len(rows)
+            self._hold(sum(row.size for row in rows))
+            self._buffer += rows
+            self._waiting.add(as_members([row.members[0] for row in rows]))
+            self._pipeline.budget.keep(self)
+
+    def _hold(self, size: int) -> None:
+        self._pipeline.budget.hold(self, size)
+
+    def select(self, counts: Counts) -> None:
+        """Fill the buffer and let the encoder select packs; if the hook fails, drop the buffer and make no pack."""
+        for attempt in range(EMPTY_SELECTIONS):
+            closed = self._fill_for(attempt, counts)
+            rows = self._with_contents([row for row in self._buffer if id(row) not in self._lost], counts)
+            self._to_restore.clear()
+            self._lost.clear()
+            if not rows:
+                self._keep(np.zeros(len(self._buffer), dtype=bool))
+                continue
+            selected = select_packs(self._pipeline, rows, counts, last=closed)
+            if selected is None:
+                self._hold(-sum(row.size for row in rows))
+                self._keep(np.zeros(len(self._buffer), dtype=bool))
+                return
+            packs, left = selected
+            stay = {id(row) for row in chain(left, *packs)}
+            self._hold(-sum(row.size for row in rows if id(row) not in stay))
+            self._keep(np.array([id(row) in stay for row in self._buffer], dtype=bool))
+            self._moved(packs, counts)
+            self._pipeline.budget.keep(self)
+            if packs:
+                return
+        if self._pipeline.own.by_length:
+            return  # no sample has a length; `take_microbatch` gives up if it stays so
+        raise FatalSampleError(
+            f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack from "
+            f"{len(self._buffer)} samples, {EMPTY_SELECTIONS} times in a row: return lists of the samples it gets"
+        )
+
+    def _fill_for(self, attempt: int, counts: Counts) -> bool:
+        """Draw what a selection needs; return whether all that waits should leave, since an epoch ends."""
+        first, waiting = self._draws.draw, self._waiting
+        while True:
+            self._fill(waiting.missing(attempt, self._draws.leaf_draws[0]), counts)
+            if len(waiting.members) or waiting.left(self._draws.leaf_draws[0]) is None:
+                return waiting.is_closed(self._draws.leaf_draws[0])
+            self._draws.give_up_if_barren(first)  # an epoch gave nothing
+
+    def _moved(self, packs: list[list[BatchRow]], counts: Counts) -> None:
+        """Move rows of the buffer into packs; give up those that too many selections have left over."""
+        rows, places = self._buffer, {id(row): place for place, row in enumerate(self._buffer)}
+        chosen = self._waiting.without_repeats([[places[id(row)] for row in pack] for pack in packs])
+        late = self._waiting.select(chosen)
+        self._packs.extend([rows[place] for place in pack] for pack in chosen)
+        selected = set(chain(*chosen))
+        left = self._buffer = [row for place, row in enumerate(rows) if place not in selected]
+        if not late.any():
+            return
+        for row in compress(left, late):
+            ref = row.members[0]
+            counts.of(ref.leaf)[_SKIPPED] += 1
+            self._hold(-row.size)
+            where = self._pipeline.source(ref.leaf).where(ref.sample)
+            logger.warning(
+                "%s: dropped after %d selections left it over; is it too long for a pack?", where, LONGEST_WAIT + 1
+            )
+        self._keep(~late)
+
+    def _packed(self, pack: list[BatchRow], counts: Counts) -> list[BatchRow]:
+        """Return the rows of the first pack; none if the encoder makes none."""
+        rows = self._with_contents(pack, counts)
+        self._hold(-sum(row.size for row in rows))
+        counts = Counts() if self._waiting.taken else counts  # restored: what it skips and reads was counted before
+        count_read(rows, counts)
+        return pack_rows(self._pipeline, rows, counts)
+
+    def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
+        """Encode the rows of a restored state again; leave out those that no longer encode."""
+        out = []
+        for row in rows:
+            members = reencode(self._pipeline, [BatchRow((ref,)) for ref in row.members], counts)
+            if self._pipeline.own.by_length:
+                out += post_encoded(self._pipeline, members, counts, again=True)
+                continue
+            packed = pack_rows(self._pipeline, members, counts, again=True)
+            if row.output < len(packed):
+                out.append(packed[row.output])
+        return out
+
+    def _with_contents(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
+        gone = [row for row in rows if row.content is None]
+        made = reencode(self._pipeline, rows, counts)
+        self._hold(sum(row.size for row in gone if row.content is not None))
+        return made
+
+    def needed_last(self) -> Iterable[BatchRow]:
+        """Return the rows whose contents may be dropped: of the buffer from its end on, then of the last packs."""
+        return chain(reversed(self._buffer), *reversed(self._packs))
+
+
+def select_packs(
+    pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, last: bool = False
+) -> tuple[list[list[BatchRow]], list[BatchRow]] | None:
+    """Return the packs, or the microbatches, that are selected from some rows, and the rows that stay.
+
+    None if the hook fails. `last` says that nothing will join the others. Rows whose length is not known, and are
+    counted, are in neither.
+    """
+    most = pipeline.settings.run.max_tokens_per_microbatch
+    if most is not None:
+        return _select_microbatches(pipeline, rows, counts, most, last=last)
+    refs = [row.members[0] for row in rows]
+    groups = pipeline.code.select([row.content for row in rows], refs, counts, last=last)
+    if groups is None:
+        return None
+    packs = _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
+    selected = {id(row) for pack in packs for row in pack}
+    return packs, [row for row in rows if id(row) not in selected]
+
+
+def _select_microbatches(
+    pipeline: Pipeline, rows: list[BatchRow], counts: Counts, most: int, *, last: bool
+) -> tuple[list[list[BatchRow]], list[BatchRow]]:
+    """Select microbatches of at most so many tokens, padding included, by the lengths of samples alone."""
+    measured: list[tuple[BatchRow, int]] = []
+    for row in rows:
+        ref = row.members[0]
+        length = pipeline.code.length(row.content, ref, counts)
+        if length is None:
+            continue
+        if length > most:
+            where = pipeline.source(ref.leaf).where(ref.sample)
+            raise OverLongSampleError(
+                f"{where} has {length} tokens, but max_tokens_per_microbatch={most}: raise the limit, or shorten "
+                "or skip the sample in encode_sample"
+            )
+        measured.append((row, length))
+    packer = load("packing", "padded_rows")(limits={"tokens": most}, size_of=int, method="padded_rows")
+    sizes = np.array([[length] for _, length in measured], dtype=np.int64).reshape(-1, 1)
+    places = packer.pack(sizes, flush=last)
+    selected = {place for microbatch in places for place in microbatch}
+    return (
+        [[measured[place][0] for place in microbatch] for microbatch in places],
+        [row for place, (row, _) in enumerate(measured) if place not in selected],
+    )
+
+
+def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
+    """Encode a pack and return its rows, if any; the members lose their contents.
+
+    With `again`, the hooks' own counts were counted before.
+    """
+    members = post_encoded(pipeline, rows, counts, again=again)
+    if not members:
+        return []
+    samples = [row.content for row in members]
+    for row in members:
+        row.content = None
+    refs = tuple(row.members[0] for row in members)
+    # Without a batch size a pack is the microbatch.
+    whole = pipeline.settings.run.batch_size is None
+    with pipeline.lending() if whole else contextlib.nullcontext(), pipeline.adopting():
+        outputs = pipeline.code.pack(samples, refs, counts)
+    size = sum(row.size for row in members)
+    return [BatchRow(refs, number, output, size) for number, output in enumerate(outputs)]
+
+
+def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
+    """Run `postencode_sample` on rows; rows that it refuses are left out and lose their contents.
+
+    With `again`, the hooks' own counts were counted before.
+    """
+    if not pipeline.own.posts:
+        return rows
+    members: list[BatchRow] = []
+    pipeline.decode_deferred([row.content for row in rows])
+    for row in rows:
+        content, row.content = row.content, None
+        with pipeline.adopting():
+            row.content = pipeline.code.post(content, row.members[0], counts, again=again)
+        if row.content is not None:
+            members.append(row)
+    return members
+
+
+def _as_rows(groups: Any, rows: list[BatchRow], encoder: str) -> list[list[BatchRow]]:
+    """Return the rows whose contents the encoder put into groups."""
+    places: dict[int, list[BatchRow]] = {}
+    for row in reversed(rows):
+        places.setdefault(id(row.content), []).append(row)
+    packs = []
+    for group in groups:
+        pack = []
+        for sample in group:
+            if not places.get(id(sample)):
+                raise FatalSampleError(
+                    f"select_samples_to_pack of {encoder} returned a {type(sample).__name__} that it did not get, or "
+                    "returned one twice: return lists of the same sample objects, each at most once"
+                )
+            pack.append(places[id(sample)].pop())
+        if pack:
+            packs.append(pack)
+    return packs

@@ -1,0 +1,258 @@
+"""The state of a lane, and the record that travels with each microbatch: plain integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from energon_bridge.core.order.choose import Standing
+from energon_bridge.core.order.rng import IntArray
+from energon_bridge.core.stream.failures import Report
+
+
+class SampleRef(NamedTuple):
+    """Names an encoded sample: enough to read and encode it again."""
+
+    leaf: int
+    sample: int
+    epoch: int
+    output: int
+
+
+class Stage(IntEnum):
+    """Where a row waits that was drawn and is not delivered yet."""
+
+    PACK = 0  # selected for a pack; `number`: outputs of the pack already delivered
+    BUFFER = 1  # waiting to be selected; `number`: selections that left it over
+    GROUP = 2  # in a group that is not full; `number`: output of its pack, -1 for a sample
+    BATCH = 3  # in a batch that is not fully delivered; `number` as for a group
+
+
+def as_members(refs: Sequence[SampleRef]) -> IntArray:
+    """Return references as an array of shape (references, 4)."""
+    return np.array(refs, dtype=np.int64).reshape(-1, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedRefs:
+    """The rows of a lane that were drawn and are not delivered yet, as references.
+
+    Attributes:
+        rows: Stage, number of members, and `number` of each row, shape (rows, 3).
+        members: The references of their members, row after row, shape (members, 4).
+    """
+
+    rows: IntArray = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
+    members: IntArray = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int64))
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Stage, Iterable[SampleRef], int]]) -> BufferedRefs:
+        """Build from rows given as (stage, references, number)."""
+        heads: list[tuple[int, int, int]] = []
+        members: list[SampleRef] = []
+        for stage, refs, number in rows:
+            before = len(members)
+            members.extend(refs)
+            heads.append((stage, len(members) - before, number))
+        if not heads:
+            return NOTHING_HELD
+        return cls(np.array(heads, dtype=np.int64), as_members(members))
+
+    @classmethod
+    def joined(cls, parts: Sequence[BufferedRefs]) -> BufferedRefs:
+        """Concatenate several."""
+        parts = [part for part in parts if len(part.rows)]
+        if len(parts) < 2:
+            return parts[0] if parts else NOTHING_HELD
+        return cls(np.concatenate([part.rows for part in parts]), np.concatenate([part.members for part in parts]))
+
+    def entries(self) -> list[tuple[Stage, list[SampleRef], int]]:
+        """Return the rows as (stage, references, number)."""
+        refs = [SampleRef(*member) for member in self.members.tolist()]
+        out = []
+        at = 0
+        for stage, size, number in self.rows.tolist():
+            out.append((Stage(stage), refs[at : at + size], number))
+            at += size
+        return out
+
+    def only(self, stage: Stage) -> BufferedRefs:
+        """Return the rows of a stage."""
+        rows = self.rows[:, 0] == stage
+        return BufferedRefs(self.rows[rows], self.members[np.repeat(rows, self.rows[:, 1])])
+
+    def samples(self, stage: Stage, leaves: int) -> IntArray:
+        """Return the samples of each leaf that wait in a stage, shape (leaves,)."""
+        waiting = self.members[np.repeat(self.rows[:, 0] == stage, self.rows[:, 1]), 0]
+        return np.bincount(waiting, minlength=leaves)
+
+    def plain(self) -> tuple[bytes, ...]:
+        """Return the rows as bytes: arrays would be views of the batch's shared memory and keep it in use."""
+        return (self.rows.tobytes(), self.members.tobytes()) if len(self.rows) else ()
+
+    @classmethod
+    def of_plain(cls, values: tuple[bytes, ...]) -> BufferedRefs:
+        """Rebuild what `plain` wrote."""
+        if not values:
+            return NOTHING_HELD
+        rows, members = (np.frombuffer(value, dtype=np.int64) for value in values)
+        return cls(rows.reshape(-1, 3), members.reshape(-1, 4))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BufferedRefs):
+            return NotImplemented
+        return np.array_equal(self.rows, other.rows) and np.array_equal(self.members, other.members)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+NOTHING_HELD = BufferedRefs()
+
+
+LARGEST = 1 << 48
+"""No run reaches so many microbatches, draws or samples."""
+
+
+class LaneColumn(NamedTuple):
+    """A column of a state: its name, the largest value, and whether states of 0.1.0 have it; if not, it is 0 there."""
+
+    name: str
+    most: int
+    since_0_1_0: bool
+
+
+def _column(name: str, *, most: int = LARGEST, since_0_1_0: bool = True) -> dict[str, LaneColumn]:
+    """Declare a field of a lane's state that is a column of states."""
+    return {"column": LaneColumn(name, most, since_0_1_0)}
+
+
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """The position of a lane: everything needed to continue it.
+
+    The fields are the schema: a number added here with `_column` crosses from the workers and is written to states,
+    read from them and checked, without further code.
+
+    Attributes:
+        microbatches: Microbatches delivered by the lane.
+        draw: Number of the next draw (of the current one while `taken` is not 0).
+        taken: Samples already taken of the current draw, if its encoder yields several.
+        leaf_draws: Draws made so far in each leaf, in the order of the leaves.
+        origin: Draw at which the first epoch of a blend by repetitions began (0 unless the mix has changed).
+        held: Rows that were drawn and are not delivered yet, if the encoder packs or groups.
+        batches_taken: Batches already delivered of those that batch hooks made from the rows of stage BATCH.
+        buffer: Samples in the packing buffer at which the next selection is made; 0 for a lane that begins.
+        sums: In a blend by amounts: the sums of the leaves (`tools/columns/amounts.py`); empty for a lane that begins.
+        dealt: Packs selected so far of a buffer that the lane shares with others (`stream/dealt_packs.py`), else 0.
+    """
+
+    microbatches: int = field(metadata=_column("microbatches"))
+    draw: int = field(metadata=_column("draws"))
+    taken: int = field(metadata=_column("taken", most=1 << 32))
+    leaf_draws: tuple[int, ...]
+    origin: int = field(default=0, metadata=_column("origins"))
+    held: BufferedRefs = NOTHING_HELD
+    batches_taken: int = field(default=0, metadata=_column("batches_taken", most=1 << 32))
+    buffer: int = field(default=0, metadata=_column("buffers", most=1 << 32))
+    sums: tuple[int, ...] = ()
+    dealt: int = field(default=0, metadata=_column("dealt", since_0_1_0=False))
+
+    @property
+    def standing(self) -> Standing:
+        """Where the lane is in its blend."""
+        return Standing(self.draw, self.leaf_draws, self.sums, self.origin)
+
+    def plain(self) -> tuple[Any, ...]:
+        """Return the values as plain tuples, to cross to the training process with a microbatch."""
+        values = _values(self)
+        return *values[:_HELD], self.held.plain(), *values[_HELD + 1 :]
+
+    @classmethod
+    def of_plain(cls, values: tuple[Any, ...]) -> LaneState:
+        """Rebuild what `plain` wrote."""
+        held = BufferedRefs.of_plain(values[_HELD])
+        return cls(*(*values[:_HELD], held, *values[_HELD + 1 :]))
+
+    @classmethod
+    def fresh(cls, leaves: int) -> LaneState:
+        """Return the state of a lane that has delivered nothing."""
+        return cls(0, 0, 0, (0,) * leaves)
+
+
+_FIELDS = [each.name for each in fields(LaneState)]
+_HELD = _FIELDS.index("held")
+_values = attrgetter(*_FIELDS)
+LANE_COLUMNS: dict[str, LaneColumn] = {
+    each.name: each.metadata["column"] for each in fields(LaneState) if "column" in each.metadata
+}
+"""The columns of a state with a number per lane, by field of `LaneState`."""
+
+
+OVER_LONG = ("dropped", "truncated", "split", "pieces")
+"""Counters of samples too long for a sequence or pack, as `count_over_long` counts them; `pieces` are what splitting
+made, and dropped samples also count as skipped."""
+COUNTERS = ("samples", "skipped", "errors", "excluded", "banned", "bytes", *OVER_LONG)
+"""Counters per leaf: samples delivered, left out by `SkipSample`, left out by an error, excluded by `exclude`, banned;
+bytes read for samples that were delivered, skipped or failed (of those that wait to be packed, when they leave); and
+`OVER_LONG`."""
+
+COLUMNS = (*COUNTERS, "encoded_again")
+"""Counters of a process: `COUNTERS`, which the state keeps, and samples encoded again because their contents were
+dropped or are not in a state. The last depends on the topology."""
+
+
+class Counts(dict[int, list[int]]):
+    """Increments of `COLUMNS` by leaf."""
+
+    def of(self, leaf: int) -> list[int]:
+        """Return the increments of a leaf, to add to."""
+        counted = self.get(leaf)
+        if counted is None:
+            counted = self[leaf] = [0] * len(COLUMNS)
+        return counted
+
+    def add(self, more: Counts) -> None:
+        """Add other increments."""
+        for leaf, counted in more.items():
+            self[leaf] = [a + b for a, b in zip(self.of(leaf), counted, strict=True)]
+
+
+@dataclass(slots=True)
+class LaneBatch:
+    """A microbatch with the state of its lane after it.
+
+    Attributes:
+        batch: The encoder's batch; None if hooks left nothing of it, and no other may take its place.
+        rows: Real rows in it.
+        state: State of the lane after it; None in finite streams.
+        counts: Increments of the counters.
+        reports: Failures on the way to it.
+        seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
+            and `encode_batch`; then, if servers were asked, the counters of `network.REQUESTS`.
+        note: What else its mode sends along, of plain values.
+    """
+
+    batch: Any
+    rows: int
+    state: LaneState | None
+    counts: Counts
+    reports: tuple[Report, ...] = ()
+    seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
+    note: Any = None
+
+    def plain(self) -> tuple[Any, ...]:
+        """Return everything as nested tuples, which cross to the training process faster than records."""
+        state = None if self.state is None else self.state.plain()
+        return self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds, self.note
+
+    @classmethod
+    def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:
+        """Rebuild what `plain` wrote."""
+        batch, rows, state, counts, reports, seconds, note = values
+        lane = None if state is None else LaneState.of_plain(state)
+        return cls(batch, rows, lane, Counts(counts), reports, seconds, note)

@@ -1,0 +1,182 @@
+"""What headers and packets say of a file: sizes, lengths, rates, and how many frames and samples it has.
+
+Sizes, lengths, frame and sample counts come from the headers if possible. A length is that of the stream itself,
+wherever it starts on the time axis. What is not in a header is found by walking the packets; only the samples of
+compressed sound, and the frames of videos that `whole` reads, must be counted by decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from energon_bridge.core.errors import DecodeError
+from energon_bridge.core.format.media import AVMetadata
+from energon_bridge.models.av.media import (
+    Media,
+    has_all_packets,
+    is_estimate,
+    length_of,
+    links_of,
+    own_length,
+    start_of,
+    ticks,
+)
+from energon_bridge.models.av.sound import BARE_FORMATS, BROADCASTS, AudioReader
+from energon_bridge.models.av.streams import Reader
+
+_EXACT_DURATIONS = ("pcm_", "flac", "alac", "wavpack")
+"""Codecs whose packets have exactly the duration of their samples."""
+_BROADCAST_SECONDS = 1
+"""How much of the end of a broadcast is read: after a seek into one, times are wrong up to the next that it tells."""
+_CUT_OFF_SECONDS = Fraction(1, 2)
+"""If the headers claim this much more than any stream has, the file is cut off."""
+
+
+def claimed_rate(media: Media) -> Fraction | None:
+    """Return the frames a second by the header: the mean in MP4, elsewhere often that of the shortest frames."""
+    stream = media.stream("video")
+    return stream.average_rate or stream.guessed_rate or None
+
+
+def _mean_rate(media: Media, reader: Callable[[], Reader]) -> float | None:
+    """Return the frames a second of the video: in MP4 by its index, else by its header if all frames agree with it."""
+    claimed = claimed_rate(media)
+    if claimed and "mp4" in media.container.format.name and media.stream("video").frames:
+        return float(claimed)
+    frames, length = reader().count, reader().length()
+    if not length or (claimed and abs(frames - length * claimed) <= 1):  # a header may round the last frame
+        return float(claimed) if claimed else None
+    return float(frames / length)
+
+
+def known_length(media: Media, stream: Any) -> Fraction | None:
+    """Return the duration of a stream in seconds; None if headers do not tell any.
+
+    A duration that the headers give for the whole file is that of its longest stream. So the last packets are read, or
+    all, of sound without a header; readers and streams of the file are invalid afterwards.
+
+    Raises DecodeError if a sound is cut off.
+    """
+    claimed, start, index = length_of(media, stream), start_of(stream), stream.index
+    form = media.container.format.name
+    if media.video is None:
+        media.check_end()
+    if is_estimate(media):
+        return _length_of_packets(media, index)
+    if stream.type == "audio" and (form in BARE_FORMATS or _has_full_packets(stream) or len(links_of(media)) > 1):
+        return None
+    if claimed is None or (own_length(stream) is not None and not _is_vague(stream)):
+        return claimed
+    indices = [one.index for one in (media.video, media.audio) if one is not None]
+    ends = {one: _end_of(media, one, claimed) for one in indices}
+    # Some containers count the duration from their start, others from 0.
+    if max(ends.values()) < min(claimed, claimed + start) - _CUT_OFF_SECONDS:
+        return claimed
+    return ends[index] - start
+
+
+def _has_full_packets(stream: Any) -> bool:
+    """Whether FFmpeg takes the last packet for a full one: it does not read how many samples a compressed CAF has."""
+    return stream.container.format.name == "caf" and not stream.codec_context.name.startswith("pcm_")
+
+
+def _is_vague(stream: Any) -> bool:
+    """Whether the duration of a stream is only about right: broadcasts lack the last packets, WMV has the file's."""
+    form = stream.container.format.name
+    return form in (*BROADCASTS, "asf") or (form == "avi" and stream.type == "audio")
+
+
+def _length_of_packets(media: Media, index: int) -> Fraction:
+    media.rewind()
+    stream = media.container.streams[index]
+    media.only(stream)
+    with media.refusing("cannot be read"):
+        return Fraction(sum(packet.duration or 0 for packet in media.container.demux(stream)) * stream.time_base)
+
+
+def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:
+    """Return when the last packet of a stream ends, in seconds, from the last packets of the file."""
+    for seeks in (True, False):
+        if not seeks:
+            media.rewind()
+        stream = media.container.streams[index]
+        media.only(stream)
+        base, rate = stream.time_base, stream.average_rate if stream.type == "video" else None
+        usual = round(1 / rate / base) if rate else 0
+        end = None
+        aim = start_of(stream) + claimed - (_BROADCAST_SECONDS if _is_vague(stream) else 0)
+        with media.refusing("cannot be read"):
+            try:
+                if seeks:
+                    media.container.seek(int(aim / base), stream=stream, backward=True)
+            except OSError:
+                continue
+            for packet in media.container.demux(stream):
+                if packet.size and packet.pts is not None:
+                    end = max(end or 0, packet.pts + (packet.duration or usual))
+        if end is not None:
+            return Fraction(end * base)
+    return Fraction(0)
+
+
+def end_of_frames(media: Media, reader: Callable[[], Reader]) -> float | None:
+    """Return when the last frame of a video ends, by its mean duration; None if the file may be cut off."""
+    stream = media.stream("video")
+    end, frame = start_of(stream) + (length_of(media, stream) or 0), 1 / (stream.average_rate or 1)
+    if not has_all_packets(media):
+        return None
+    last = reader().frame_at(ticks(end, reader().base))
+    return None if last is None else float(last * reader().base + frame)
+
+
+def video_metadata(
+    media: Media,
+    reader: Callable[[], Reader],
+    *,
+    duration: bool = True,
+    frame_count: bool = True,
+    frame_size: bool = True,
+    rate: bool = True,
+) -> AVMetadata:
+    """Return the requested metadata of the video; asks its reader only for what is not in a header."""
+    stream = media.stream("video")
+    width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
+    if frame_size and not (width and height):
+        raise DecodeError(f"{media.name} has video without a size in its headers: is it cut off?")
+    frames = None
+    seconds = known_length(media, stream) if duration else None
+    if frame_count or (duration and seconds is None):
+        frames = reader().count
+        if duration and seconds is None:
+            seconds = reader().length()
+    return AVMetadata(
+        video_duration=None if seconds is None else float(seconds),
+        video_num_frames=frames if frame_count else None,
+        video_fps=_mean_rate(media, reader) if rate else None,
+        video_width=width,
+        video_height=height,
+    )
+
+
+def audio_metadata(media: Media, *, duration: bool = True, num_samples: bool = False) -> AVMetadata:
+    """Return the requested metadata of the sound."""
+    stream = media.stream("audio")
+    context = stream.codec_context
+    rate, channels = context.sample_rate, context.channels
+    counted = stream.time_base * rate <= 1 and context.name.startswith(_EXACT_DURATIONS)
+    seconds = known_length(media, stream) if duration or num_samples else None
+    count = None
+    if num_samples or (duration and seconds is None):
+        if seconds is not None and counted:
+            count = round(seconds * rate)
+        else:
+            count = AudioReader(media).count()
+            seconds = Fraction(count, rate) if seconds is None or num_samples else seconds
+    return AVMetadata(
+        audio_duration=float(seconds) if duration and seconds is not None else None,
+        audio_channels=channels,
+        audio_sample_rate=rate,
+        audio_num_samples=count if num_samples else None,
+    )

@@ -1,0 +1,471 @@
+"""What belongs to a question: the columns beside it and its answer, and the text that they make with it.
+
+    lecture, article, passage, document, context, …, hint     paragraphs before a question, after an `instruction`
+    options, choices, endings, …; A to J, option_a, opa, …    lines `A. …` behind it, and what LLaVA asks for then
+
+The forms are those that training on these sets uses: dolly's context stands behind the instruction, as Alpaca's input
+does; choices and hints as LLaVA writes MMBench, AI2D, MMMU and ScienceQA. With choices, the letter of the right one is
+learned, whether a list has the letter, the text, or a number; whether numbers count from 0 or 1 is never guessed.
+
+A text in any other column may belong to the question, too: `unknown_texts` names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from string import ascii_uppercase
+from typing import Any, Literal, NamedTuple
+
+from energon_bridge.core.errors import SampleError
+
+AnswersAs = Literal["letter", "text", "index", "number"]
+"""How answers to choices are given; an index counts from 0, a number from 1."""
+
+CONTEXTS = (
+    *("lecture", "background", "fact1", "article", "passage", "passages", "paragraph", "document", "documents"),
+    *("story", "support", "evidence", "dialogue", "context", "contexts", "hint"),
+)
+"""Columns of texts before a question, in their order."""
+CHOICES = (
+    *("options", "choices", "candidates", "endings", "alternatives", "answer_choices", "answer_options"),
+    *("multiple_choices", "possible_answers"),
+)
+"""Columns of lists of choices."""
+_SERIES = re.compile(r"(options?|choices?|opt|op|ending|sol|alternative|answer|ans|)[_ ]?([a-j]|\d)")
+_ASKED = ("question", "question_stem", "query", "problem", "prompt", "instruction", "input", "ctx", "goal", "sentence")
+_RIGHT = (
+    *("answer", "answerkey", "answer_key", "answer_idx", "answer_index", "answer_id", "correct_answer", "correct"),
+    *("correct_choice_idx", "correct_choice", "correct_option", "correct_index", "correct_idx", "cop", "label"),
+    *("target", "gold", "ground_truth", "gt", "solution_idx"),
+)
+_SAID = ("answer", "output", "response", "completion", "assistant", "gpt", "answers")
+_LETTER = "Answer with the option's letter from the given choices directly."  # of LLaVA 1.5
+
+_OF_ANSWERS = frozenset(
+    (
+        *("explanation", "explanations", "exp", "rationale", "rationales", "solution", "reasoning"),
+        *("reasoning_content", "thinking", "thought", "cot", "cot_content", "chain_of_thought", "direct_answers"),
+        *("multiple_choice_answer", "answer_start", "full_answer", "answers", "answer"),
+    )
+)
+_METADATA = frozenset(
+    (
+        *("id", "idx", "index", "key", "uid", "uuid", "guid", "hash", "md5", "sha1", "sha256", "source", "src"),
+        *("origin", "dataset", "dataset_name", "category", "categories", "subcategory", "type", "kind", "task"),
+        *("subject", "subjects", "subfield", "topic", "topics", "domain", "field", "split", "licence", "license"),
+        *("copyright", "language", "lang", "locale", "author", "annotator", "annotators", "worker", "date", "time"),
+        *("created", "timestamp", "model", "generator", "difficulty", "level", "grade", "score", "scores", "rating"),
+        *("quality", "tag", "tags", "keyword", "keywords", "name", "title", "caption", "captions", "alt", "alt_text"),
+        *("file", "filename", "file_name", "files", "path", "url", "urls", "link", "year", "version", "status"),
+        *("meta", "metadata", "format", "size", "skill", "skills", "group", "extra_info", "img_type"),
+        *("topic_difficulty", "question_concept", "concept", "comment_count", "country", "state", "city", "email"),
+    )
+)
+_ENDINGS = re.compile(
+    r".*[_-](id|idx|index|url|source|category|type|split|licen[cs]e|lang|language|date|time|model|name|path|file|key"
+    r"|hash|tag|score|label|level|topic|domain|format|version|count)s?"
+)
+_CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+_WORDS = 4
+"""A text of fewer may be the name of a category."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of a question: their columns, how a list calls each, their letters and texts.
+
+    `written`: a text that has all of them, in a form of its own; there are no others then.
+    """
+
+    columns: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    written: str = ""
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """The letters that they are shown with."""
+        own = [label.upper() for label in self.labels]
+        is_own = all(len(one) == 1 and one in ascii_uppercase for one in own)
+        return tuple(own) if is_own else tuple(ascii_uppercase[: len(own)])
+
+    @property
+    def lines(self) -> str:
+        """The lines with all of them."""
+        return self.written or "\n".join(f"{a}. {text}" for a, text in zip(self.letters, self.texts, strict=True))
+
+
+# Choices --------------------------------------------------------------------------------------------------------------
+
+
+def options_of(entry: Mapping[str, Any]) -> Options | None:
+    """Return the choices of an entry; None if it has none. Raises SampleError for what is not understood."""
+    names = _named(tuple(entry))
+    for column in names.choices:
+        if (listed := _listed(column, entry[column])) is not None:
+            return listed
+    series: dict[str, dict[str, tuple[str, Any]]] = {}
+    for column, start, key in names.series:
+        if _is_plain(entry[column]):
+            series.setdefault(start, {})[key] = (column, entry[column])
+    for found in series.values():
+        keys = sorted(found)
+        if len(keys) > 1 and keys[0] in ("a", "0", "1") and keys[1] in ("b", "1", "2"):
+            columns = tuple(found[key][0] for key in keys)
+            return _options(columns, keys, [found[key][1] for key in keys])
+    return None
+
+
+class _Named(NamedTuple):
+    """Columns by what their names say: contexts in their order, lists of choices, series of them, and unknown ones."""
+
+    contexts: tuple[str, ...]
+    choices: tuple[str, ...]
+    series: tuple[tuple[str, str, str], ...]
+    unknown: tuple[str, ...]
+
+
+@lru_cache(maxsize=256)
+def _named(columns: tuple[str, ...]) -> _Named:
+    lower = {column.lower(): column for column in columns}
+    contexts = tuple(lower[name] for name in CONTEXTS if name in lower)
+    choices = tuple(column for column in columns if column.lower() in CHOICES)
+    matches = ((column, _SERIES.fullmatch(column.lower())) for column in columns)
+    series = tuple((one, match[1], match[2]) for one, match in matches if match and (match[1] or one.isupper()))
+    unknown = tuple(column for column in columns if column not in contexts and not is_metadata(column))
+    return _Named(contexts, choices, series, unknown)
+
+
+def _listed(column: str, value: Any) -> Options | None:
+    """Return the choices in a column: a list, objects of label and text, texts by label, or a text that has them."""
+    if isinstance(value, str):
+        inner = value.strip()
+        parsed = _parsed(inner) if inner[:1] in ("[", "{") and inner[-1:] in ("]", "}") else None
+        if parsed is None:
+            return Options((column,), written=inner) if inner else None
+        value = parsed
+    if value is None or (hasattr(value, "__len__") and not len(value)):
+        return None
+    labels: list[Any] | None = None
+    texts: Any = value
+    if isinstance(value, Mapping):
+        lower = {str(name).lower(): one for name, one in value.items()}
+        texts = lower.get("text", lower.get("texts"))
+        labels = lower.get("label", lower.get("labels"))
+        if not isinstance(texts, list | tuple):
+            filled = {name: one for name, one in value.items() if _is_plain(one)}
+            labels, texts = list(filled), list(filled.values())
+    elif isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
+        pairs = [_labelled(one) for one in value]
+        labels, texts = [label for label, _ in pairs], [text for _, text in pairs]
+    if not isinstance(texts, list | tuple) or not all(map(_is_plain, texts)) or len(texts) > len(ascii_uppercase):
+        raise SampleError(f"`{column}`: expected a list of up to 26 choices, found {str(value)[:200]!r}")
+    if not texts:
+        return None
+    if labels is None or len(labels) != len(texts) or None in labels:
+        labels = list(ascii_uppercase[: len(texts)])
+    return _options((column,), labels, texts)
+
+
+def _options(columns: tuple[str, ...], labels: Sequence[Any], texts: Sequence[Any]) -> Options:
+    """Return choices, without the letters that their texts may begin with."""
+    made = Options(columns, tuple(str(one).strip() for one in labels), tuple(str(one).strip() for one in texts))
+    marked = [
+        re.fullmatch(rf"\(?{a}[).:]\s*(.+)", one, re.DOTALL) for a, one in zip(made.letters, made.texts, strict=True)
+    ]
+    return replace(made, texts=tuple(match[1] for match in marked if match)) if all(marked) else made
+
+
+def _labelled(choice: Mapping[str, Any]) -> tuple[Any, Any]:
+    lower = {str(name).lower(): one for name, one in choice.items()}
+    label = next((lower[name] for name in ("label", "key", "letter", "option", "id", "index") if name in lower), None)
+    names = ("text", "value", "content", "choice", "answer", "option")
+    return label, next((lower[name] for name in names if name in lower and lower[name] != label), None)
+
+
+def _parsed(text: str) -> Any:
+    """Return a list or an object written as JSON or, as in MMMU, by Python; None if it is neither."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return None
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value is null: None, or what tables of floats have for it."""
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def _is_plain(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    return is_number or (isinstance(value, str) and bool(value.strip()))
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+def choice_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the columns of a question and its answer where the answer is no text: of choices, or of several."""
+    asked = _column(entry, _ASKED, lambda value: isinstance(value, str) and bool(value.strip()))
+    if asked is None:
+        return None
+    if first_answer(entry.get("answers")) is not None:
+        return asked, "answers"
+    try:
+        options = options_of(entry)
+    except SampleError:
+        return None
+    right = None if options is None else _column(entry, _RIGHT, lambda value: _is_plain(only(value)))
+    return None if right is None or right == asked else (asked, right)
+
+
+def first_answer(value: Any) -> str | None:
+    """Return the first of several answers, as VQA and SQuAD have them; None if there is none."""
+    texts = value.get("text") if isinstance(value, Mapping) else value
+    if isinstance(texts, list | tuple) and texts and all(isinstance(one, str) for one in texts):
+        return texts[0]
+    return texts if isinstance(texts, str) else None
+
+
+def only(value: Any) -> Any:
+    """Return the one thing in a list; anything else as it is."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+def _column(entry: Mapping[str, Any], names: Sequence[str], fits: Any) -> str | None:
+    lower = {column.lower(): column for column in reversed(list(entry))}
+    return next((lower[name] for name in names if name in lower and fits(entry[lower[name]])), None)
+
+
+def _meanings(value: Any, options: Options) -> dict[AnswersAs, int]:
+    """Return which choice an answer may mean, by how it may be given."""
+    text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
+    labels, letters = [label.upper() for label in options.labels], options.letters
+    found: dict[AnswersAs, int] = {}
+    columns = [column.lower() for column in options.columns]
+    if len(columns) > 1 and text.lower() in columns:
+        found["letter"] = columns.index(text.lower())
+    bare = re.fullmatch(r"\(?(\w+)[).:]?", text)
+    if bare is not None and bare[1].upper() in labels:
+        found["letter"] = labels.index(bare[1].upper())
+    elif bare is not None and bare[1].upper() in letters:
+        found["letter"] = letters.index(bare[1].upper())
+    same = [number for number, one in enumerate(options.texts) if one.casefold() == text.casefold()]
+    if len(same) == 1:
+        found["text"] = same[0]
+    for number, (letter, one) in enumerate(zip(letters, options.texts, strict=True)):
+        if re.fullmatch(rf"\(?{letter}[).:]+\s*{re.escape(one)}\.?", text, re.IGNORECASE):
+            found["letter"] = number
+    if re.fullmatch(r"\d{1,2}", text) and (len(columns) > 1 or not any(label.isdigit() for label in labels)):
+        number, count = int(text), len(options.texts)
+        found |= {"index": number} if number < count else {}
+        found |= {"number": number - 1} if 0 < number <= count else {}
+    return found
+
+
+def answers_as(entries: Iterable[tuple[Mapping[str, Any], str]]) -> AnswersAs | None:
+    """Return how answers are given in entries with the columns of their answers, if only one way fits all of them.
+
+    Raises:
+        SampleError: One counts from 0, another from 1.
+    """
+    fitting: set[AnswersAs] | None = None
+    rows: list[dict[AnswersAs, int]] = []
+    alone: dict[AnswersAs, Any] = {}  # an answer that only means this
+    for entry, right in entries:
+        options = options_of(entry)
+        answer = only(entry.get(right))
+        if options is None or options.written or not _is_plain(answer):
+            continue
+        rows.append(_meanings(answer, options))
+        found = set(rows[-1])
+        fitting = found if fitting is None else fitting & found
+        alone |= dict.fromkeys(found, answer) if len(found) == 1 else {}
+    if "index" in alone and "number" in alone:
+        raise SampleError(
+            f"answers to choices are {alone['index']!r} in one row, which counts from 0, and {alone['number']!r} in "
+            "another, as many as there are choices, which counts from 1: write the letters of the right choices"
+        )
+    if not fitting or any(len({row[name] for name in fitting}) > 1 for row in rows):
+        return None
+    return min(fitting)
+
+
+def chosen(value: Any, options: Options, column: str, given: AnswersAs | None = None) -> int | None:
+    """Return which choice an answer is; None for an answer in words of its own.
+
+    Raises:
+        SampleError: It may be several of them, or none.
+    """
+    found = _meanings(value, options)
+    if given in found:
+        return found[given]
+    if given in ("index", "number"):
+        found = {name: number for name, number in found.items() if name not in ("index", "number")}
+    elif "index" in found and column.lower().endswith(("idx", "index")):
+        found.pop("number", None)
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    shown = f"`{column}` is {value!r}, with {len(options.texts)} choices in {', '.join(options.columns)}"
+    if found:
+        raise SampleError(
+            f"{shown}: it may mean {' or '.join(sorted({options.texts[one] for one in found.values()}))}. Write the "
+            "letter of the right choice; or convert the list, and say what numbers mean: --answers-as index (from 0) "
+            "or --answers-as number (from 1)"
+        )
+    said = str(value)
+    is_own = any(one.casefold() in said.casefold() for one in options.texts) or re.search(
+        rf"\b[{''.join(options.letters)}]\b", said
+    )
+    if not isinstance(value, str) or not is_own or not said.strip("0123456789. "):
+        raise SampleError(f"{shown}: it is none of these. Write its letter, its text or its number")
+    return None
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def columns_of(entry: Mapping[str, Any]) -> list[str]:
+    """Return the columns beside a question that are known to belong to it, and are filled."""
+    options = options_of(entry)
+    names = _named(tuple(entry)).contexts
+    contexts = [name for name in names if entry[name] not in ("", [], {}) and not _is_missing(entry[name])]
+    return [*contexts, *(options.columns if options is not None else ())]
+
+
+def composed(entry: Mapping[str, Any], pair: tuple[str, str], given: AnswersAs | None = None) -> tuple[str, str | None]:
+    """Return a question with what belongs to it, and its answer; None: it is not one of choices.
+
+    Raises:
+        SampleError: A context or a choice is not understood, or it is not clear which choice is right.
+    """
+    asked, answer = entry[pair[0]], None
+    beside = {name: value for name, value in entry.items() if name not in pair}
+    contexts = [_context(name, beside[name]) for name in _named(tuple(beside)).contexts]
+    contexts = [text for text in contexts if text and text not in asked]
+    is_behind = pair[0] == "instruction"
+    question = "\n".join(filter(None, [asked, *contexts] if is_behind else [*contexts, asked]))
+    more = entry.get("input")
+    if isinstance(more, str) and more and pair[0] != "input":
+        question = f"{question}\n{more}" if question else more
+    options = options_of(beside)
+    if options is None:
+        return question, answer
+    if not _has_lines(asked, options):
+        question = f"{question}\n{options.lines}"
+    if options.written:
+        return question, answer
+    right = only(entry[pair[1]])
+    number = chosen(right, options, pair[1], given) if _is_plain(right) else None
+    if number is None:
+        return question, answer
+    if "letter" not in asked.lower():
+        question = f"{question}\n{_LETTER}"
+    return question, options.letters[number]
+
+
+_COLUMN = re.compile(r"\{([^{}]+)\}")
+
+
+def template_columns(template: str) -> list[str]:
+    """Return the columns in a template of a question."""
+    return list(dict.fromkeys(_COLUMN.findall(template)))
+
+
+def filled(
+    template: str, entry: Mapping[str, Any], pair: tuple[str, str] | None, given: AnswersAs | None = None
+) -> tuple[str, str, str | None]:
+    """Return a question by a template, the column of its answer, and the letter, if its choices are in the template.
+
+    Raises:
+        SampleError: A column has no text, there is no answer, or it is not clear which choice is right.
+    """
+    right = pair[1] if pair is not None else _column(entry, (*_SAID, *_RIGHT), _is_plain)
+    if right is None:
+        raise SampleError(f"there is no answer to the question: {', '.join(entry)}")
+    columns = template_columns(template)
+    texts = {}
+    for column in columns:
+        value = entry.get(column)
+        listed = (
+            _listed(column, value) if isinstance(value, list | tuple | Mapping) and column.lower() in CHOICES else None
+        )
+        texts[column] = listed.lines if listed else str(value) if _is_plain(value) else _context(column, value)
+    question = _COLUMN.sub(lambda match: texts[match[1]], template.replace("\\n", "\n"))
+    options = options_of(entry)
+    if options is None or options.written or not set(options.columns) <= set(columns) or not _is_plain(entry[right]):
+        return question, right, None
+    number = chosen(entry[right], options, right, given)
+    return question, right, None if number is None else options.letters[number]
+
+
+def _context(column: str, value: Any) -> str:
+    texts = list(value) if isinstance(value, list | tuple) else [] if _is_missing(value) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise SampleError(
+            f"`{column}` belongs to the question, and is not understood: expected a text, found {str(value)[:200]!r}. "
+            "Write it as one, or convert the list with --question or --ignore"
+        )
+    return "\n".join(text.strip() for text in texts if text.strip())
+
+
+def _has_lines(asked: str, options: Options) -> bool:
+    """Return whether a question already shows its choices."""
+    if options.written:
+        return options.written in asked
+    pairs = zip(options.letters, options.texts, strict=True)
+    return all(re.search(rf"\(?\b{letter}\s?[).:]+\s*{re.escape(text)}", asked) for letter, text in pairs)
+
+
+def unknown_texts(entry: Mapping[str, Any], known: Collection[str], pair: tuple[str, str] | None = None) -> list[str]:
+    """Return the columns whose texts, of some words, may belong to a question, beside those that are known."""
+    found = [
+        name
+        for name in _named(tuple(entry)).unknown
+        if name not in known and (pair is None or name not in pair) and _is_long(entry[name])
+    ]
+    if not found:
+        return found
+    options = options_of(entry)
+    said = [str(entry[name]) for name in pair or ()]
+    found = [name for name in found if options is None or name not in options.columns]
+    return [name for name in found if not said or not all(one in str(entry[name]) for one in said)]  # Alpaca's `text`
+
+
+def is_metadata(column: str) -> bool:
+    """Return whether a column is known to say something of a sample, or of its answer, and not to be part of it."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|[ -]", "_", column).lower()  # fullAnswer, l2-category
+    return column.startswith("__") or name in _METADATA or name in _OF_ANSWERS or bool(_ENDINGS.fullmatch(name))
+
+
+def texts_in(value: Any) -> list[str]:
+    """Return all texts in a value."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [text for one in value for text in texts_in(one)]
+    return [value.strip()] if isinstance(value, str) else []
+
+
+def short_text(value: Any) -> str | None:
+    """Return a value that is a text of few words; None for numbers, names of files and the like."""
+    text = value.strip() if isinstance(value, str) else ""
+    is_name = " " not in text and (any(one.isdigit() for one in text) or "/" in text or "://" in text or "_" in text)
+    return text if text and not is_name and not _is_long(text) else None
+
+
+def _is_long(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_is_long, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_long, value)) or sum(short_text(one) is not None for one in value) > 1
+    if not isinstance(value, str) or "://" in value[:10]:
+        return False
+    return len(value.split()) >= _WORDS or len(_CJK.findall(value)) >= 2 * _WORDS

@@ -1,0 +1,310 @@
+"""Token sequences of one sample, and of a batch.
+
+Of a sequence s of n tokens, `tokens` is s[:-1] and `labels` is s[1:]: labels are shifted here, once, and no model needs
+to shift them again. `loss_mask` is 1.0 exactly where the label is a learned token; everywhere else the label is the
+one to ignore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from energon_bridge.core.errors import SampleError, UnfitSampleError
+from energon_bridge.core.samples import Batch, Sample, Segment, edataclass, segments_of
+from energon_bridge.models.conversations.texts import as_array
+from energon_bridge.models.images.visual import concat_visual
+
+
+@edataclass
+class MultiModalSample(Sample):
+    """One encoded sample, before batching.
+
+    `tokens`, `labels` (int64) and `loss_mask` (float32) have shape (n,); `visual` is what the image processor returned
+    for its images, in their order; `answer` is the first text that is learned. Models with positions of three axes have
+    `mrope_position_ids`, int64 (3, n), and `mm_token_type_ids`, int64 (n,): 0 for text, 1 for images, 2 for videos.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    visual: dict[str, Tensor]
+    answer: str
+    num_images: int = 1
+    mm_token_type_ids: Tensor | None = None
+    mrope_position_ids: Tensor | None = None
+
+
+@edataclass
+class MultiModalBatch(Batch):
+    """A microbatch of B sequences, padded on the right to a common length S.
+
+    `tokens`, `labels`, `position_ids`, `attention_mask` (1 on real tokens): int64 (B, S); `loss_mask`: float32 (B, S).
+    `pixel_values`: the images of all rows in their order, joined along dimension 0. `visual_inputs`: what else the
+    image processor returned, joined likewise, or by token (`TOKEN_INPUTS`). `answers`: the text that each sample should
+    produce first; `num_images`: how many images each has; `sample_keys`: its key.
+
+    A pack is one row. Of the rows laid end to end, `tensor.reshape(1, -1)`, sample i has the positions from
+    `cu_seqlens_padded[i]` on and `cu_seqlens[i + 1] - cu_seqlens[i]` tokens; the two, int32 (samples + 1,), differ only
+    where something is padded. `max_seqlen` is the length of the longest sample, padding included. `position_ids` begin
+    at 0 in every sample. `answers`, `num_images` and `sample_keys` have an entry for each sample, not for each row.
+
+    `mm_token_type_ids`, (B, S), and `mrope_position_ids`, (3, B, S), int64, are there for models that take them; the
+    latter begin at 0 in every sample, too, and are 0 where something is padded.
+
+    `segments` has the samples of each row: dataset, key, first token and length of each.
+
+    `pixel_norm`, float32 (2, 3), is there where pixels are bytes: `normalise_on_device` makes floats of them by it.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+    pixel_values: Tensor | None
+    visual_inputs: dict[str, Tensor]
+    answers: list[str]
+    num_images: list[int] = field(default_factory=list)
+    sample_keys: list[str] = field(default_factory=list)
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_padded: Tensor | None = None
+    max_seqlen: int | None = None
+    mm_token_type_ids: Tensor | None = None
+    mrope_position_ids: Tensor | None = None
+    pixel_norm: Tensor | None = None
+    segments: list[tuple[Segment, ...]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddingValues:
+    """The padding values of a sequence."""
+
+    pad_id: int
+    ignore: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Sequencer:
+    """A sequence in the making: tokens, and which of them are learned.
+
+    Args:
+        longest: The most tokens that are shown to the model; one more is of use, as the label of the last.
+        learned: One byte for each: 1 if it is learned, else 0.
+        cut: Something of the sample was left out.
+    """
+
+    longest: int
+    tokens: list[int] = field(default_factory=list)
+    learned: bytearray = field(default_factory=bytearray)
+    cut: bool = False
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is of use."""
+        return len(self.tokens) > self.longest
+
+    def has_room(self, count: int) -> bool:
+        """Return whether `count` more tokens can all be shown."""
+        return len(self.tokens) + count <= self.longest
+
+    def add(self, tokens: Sequence[int], *, learned: bool) -> None:
+        """Add tokens at the end."""
+        self.tokens += tokens
+        self.learned += (b"\1" if learned else b"\0") * len(tokens)
+
+    def finish(self, ignore: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return tokens, labels and loss mask, cut to the longest length; None if that leaves nothing to learn."""
+        end = self.longest + 1
+        return finished(as_array(self.tokens[:end]), np.array(self.learned[:end]), ignore)
+
+
+def finished(sequence: np.ndarray, learned: np.ndarray, ignore: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return tokens, labels and loss mask of int64 tokens, of which some are learned (0 or 1); None if no label is."""
+    mask = learned[1:].astype(np.float32)
+    if not np.count_nonzero(mask):
+        return None
+    labels = np.where(mask, sequence[1:], ignore)
+    return torch.from_numpy(sequence[:-1].copy()), torch.from_numpy(labels), torch.from_numpy(mask)
+
+
+TOKEN_INPUTS = ("cross_attention_mask", "moe_mm_token_type_ids")
+"""Inputs beside the images that have a value per token: of a sample (1, tokens, …), of a batch (B, S, …)."""
+
+
+def join_visual(rows: Sequence[Mapping[str, Tensor]], padded: Sequence[int], *, count: int) -> dict[str, Tensor]:
+    """Join the inputs beside the tokens of samples.
+
+    Args:
+        padded: How many tokens each sample takes.
+        count: The rows of the batch, which these tokens fill.
+    """
+    if any("cross_attention_mask" in row for row in rows):  # then each row looks at images of its own, if only at none
+        (shown, *_) = filter(None, rows)
+        blank = {name: value.new_zeros(1, *[0] * (value.ndim - 1)) for name, value in shown.items()}
+        rows = [row or blank for row in rows]
+    visual = concat_visual([{name: row[name] for name in row if name not in TOKEN_INPUTS} for row in rows])
+    if "aspect_ratio_mask" in visual:  # as MLlama's processor does for images that fill up a row
+        visual["aspect_ratio_mask"][..., 0] = 1
+    for name in TOKEN_INPUTS:
+        given = [row.get(name) for row in rows]
+        values = [value for value in given if value is not None]
+        if not values:
+            continue
+        shape = [max(sizes) for sizes in zip(*(value.shape[2:] for value in values), strict=True)]
+        joined = values[0].new_zeros(sum(padded), *shape)
+        for start, value in zip(accumulate(padded, initial=0), given, strict=False):
+            if value is not None:
+                sides = (start + value.shape[1], *value.shape[2:])
+                joined[(slice(start, sides[0]), *map(slice, sides[1:]))] = value[0]
+        visual[name] = joined.reshape(count, -1, *shape)
+    return visual
+
+
+def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: PaddingValues) -> MultiModalBatch:
+    """Pad sequences on the right to a length and join their images."""
+    visual = join_visual([sample.visual for sample in samples], [length] * len(samples), count=len(samples))
+    lengths = [sample.tokens.shape[0] for sample in samples]
+    return MultiModalBatch.from_samples(
+        samples,
+        tokens=pad_rows([sample.tokens for sample in samples], length, filling.pad_id),
+        labels=pad_rows([sample.labels for sample in samples], length, filling.ignore),
+        loss_mask=pad_rows([sample.loss_mask for sample in samples], length, 0.0),
+        position_ids=torch.arange(length).repeat(len(samples), 1),
+        attention_mask=(torch.arange(length) < torch.tensor(lengths)[:, None]).long(),
+        pixel_values=visual.pop("pixel_values", None),
+        visual_inputs=visual,
+        answers=[sample.answer for sample in samples],
+        num_images=[sample.num_images for sample in samples],
+        sample_keys=[sample.__key__ for sample in samples],
+        segments=[segments_of((sample,), (count,)) for sample, count in zip(samples, lengths, strict=True)],
+        **pad_optional(samples, length),
+    )
+
+
+def with_norm(batch: MultiModalBatch, norm: Tensor | None) -> MultiModalBatch:
+    """Note in a batch how its pixels are normalised, if it has any, and they are bytes."""
+    names = [name for name in batch.visual_inputs if name.startswith("pixel_values")]
+    if norm is not None and (names or batch.pixel_values is not None):
+        batch.pixel_norm = norm
+    return batch
+
+
+def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:
+    """Stack the token types and the positions of three axes of samples or packs, where they have them.
+
+    Rows without them, as texts may be among samples with images, get those of a text.
+    """
+    out: dict[str, Any] = {"mm_token_type_ids": None, "mrope_position_ids": None}
+    if any(row.mm_token_type_ids is not None for row in rows):
+        types = [row.tokens.new_zeros(0) if row.mm_token_type_ids is None else row.mm_token_type_ids for row in rows]
+        out["mm_token_type_ids"] = pad_rows(types, length, 0)
+    if any(row.mrope_position_ids is not None for row in rows):
+        positions = [mrope_of(row) for row in rows]
+        out["mrope_position_ids"] = torch.stack(
+            [pad_rows([row[axis] for row in positions], length, 0) for axis in range(3)]
+        )
+    return out
+
+
+def mrope_of(row: Any) -> Tensor:
+    """Return the positions of three axes of a sample, those of a text if it has none."""
+    if row.mrope_position_ids is not None:
+        positions: Tensor = row.mrope_position_ids
+        return positions
+    return torch.arange(len(row.tokens)).expand(3, -1)
+
+
+_IN_NUMPY = {torch.int64, torch.int32, torch.float32, torch.float64, torch.uint8, torch.bool}
+
+
+def pad_rows(rows: Sequence[Tensor], length: int, value: float) -> Tensor:
+    """Stack n tensors of shape (…) into (n, length), a value where they are shorter.
+
+    Raises UnfitSampleError if one is longer.
+    """
+    if not all(
+        row.dtype in _IN_NUMPY
+        and row.is_cpu
+        and not row.requires_grad
+        and len(row.shape) == 1
+        and row.shape[0] <= length
+        for row in rows
+    ):
+        return pad_to(pad_sequence(list(rows), batch_first=True, padding_value=value), length, value)
+    padded = np.full((len(rows), length), value, rows[0].numpy().dtype)  # in a third of the time that torch takes
+    for row, place in zip(rows, padded, strict=True):
+        place[: row.shape[0]] = row.numpy()
+    return torch.from_numpy(padded)
+
+
+def pad_to(row: Tensor, length: int, value: float) -> Tensor:
+    """Pad the last dimension of a tensor on the right, up to a length; raises UnfitSampleError if it is longer."""
+    missing = length - row.shape[-1]
+    if missing < 0:
+        raise UnfitSampleError(
+            f"a sequence has {row.shape[-1]} values, but there is room for {length}: every field of a sample needs "
+            "one value per token, and no sample may be longer than the batch"
+        )
+    return pad(row, (0, missing), value=value) if missing else row
+
+
+# Positions on three axes ----------------------------------------------------------------------------------------------
+#
+# Time, height, width, as models of the Qwen-VL family take them (M-RoPE). A text token has the same position on all
+# three axes. The tokens of an image or video are on a grid that begins where the text before it ended; after it, the
+# text continues at the grid's longer side, so that a picture takes as many positions as it is wide or high, not as it
+# has tokens. Equal to `get_rope_index` of the models in transformers.
+
+
+class Grid(NamedTuple):
+    """Patches along time, height and width, and how many positions one step in time takes."""
+
+    time: int
+    height: int
+    width: int
+    interval: float = 1.0
+
+
+def mrope_positions(types: np.ndarray, grids: Mapping[int, Sequence[Grid]], merge_size: int) -> Tensor:
+    """Return the positions of a sequence, int64 of shape (3, tokens).
+
+    Args:
+        types: The type of each token, shape (tokens,), 0 for text.
+        grids: The grids of each type, in their order, in patches; `merge_size`^2 patches are one token.
+        merge_size: Patches along each side of a token.
+
+    Raises:
+        SampleError: The tokens of a type are not those of its grids.
+    """
+    waiting = {kind: iter(of_kind) for kind, of_kind in grids.items()}
+    made = np.empty((3, len(types)), np.int64)  # by way of numpy: each step of torch takes several times as long
+    position = first = 0
+    ends = [*(np.flatnonzero(types[1:] != types[:-1]) + 1).tolist(), len(types)]
+    while first < len(types):
+        kind, count = int(types[first]), ends.pop(0) - first
+        if kind == 0:
+            made[:, first : first + count] = np.arange(position, position + count)
+            position, first = position + count, first + count
+            continue
+        while count > 0:
+            grid = next(waiting[kind], None)
+            height, width = (0, 0) if grid is None else (grid.height // merge_size, grid.width // merge_size)
+            if grid is None or not 0 < grid.time * height * width <= count:
+                raise SampleError(f"{count} tokens of type {kind} do not match the grid {grid} merged by {merge_size}")
+            # in float32, as in the models, so that both round alike
+            times = (np.arange(grid.time, dtype=np.float32) * np.float32(grid.interval)).astype(np.int64)
+            size = grid.time * height * width
+            for axis, steps in enumerate((times[:, None, None], np.arange(height)[:, None], np.arange(width))):
+                made[axis, first : first + size].reshape(grid.time, height, width)[:] = steps + position
+            position += max(grid.height, grid.width) // merge_size
+            first, count = first + size, count - size
+    return torch.from_numpy(made)

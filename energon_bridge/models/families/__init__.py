@@ -1,0 +1,40 @@
+"""Encoders for families of Hugging Face models: from conversations to the model's inputs.
+
+`rendering` applies the chat template to conversations, finds the learned text and makes tokens.
+`vision` has the interface of a family, `llava` and `qwen` are families; `video` chooses the frames of videos, `sound`
+makes sounds one channel at a model's rate. `registry` finds the family of a model. `encoder` is the task encoder for
+all of them, with its settings.
+"""
+
+from __future__ import annotations
+
+from energon_bridge.models.conversations.conversation import ChatSample
+from energon_bridge.models.families.encoder import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.models.families.llava import FixedTokenFamily, TiledFamily, llava_family, llava_next_family
+from energon_bridge.models.families.processor import ProcessorFamily
+from energon_bridge.models.families.qwen import QwenFamily, qwen_family
+from energon_bridge.models.families.registry import family_of
+from energon_bridge.models.families.rendering import CHATML_TEMPLATE, LLAVA_TEMPLATE, OMNI_TEMPLATE, QWEN_VL_TEMPLATE
+from energon_bridge.models.families.vision import Family, Plan, PreparedSample, VideoFrames
+
+__all__ = [
+    "CHATML_TEMPLATE",
+    "LLAVA_TEMPLATE",
+    "OMNI_TEMPLATE",
+    "QWEN_VL_TEMPLATE",
+    "ChatConfig",
+    "ChatSample",
+    "ChatTemplateTaskEncoder",
+    "Family",
+    "FixedTokenFamily",
+    "Plan",
+    "PreparedSample",
+    "ProcessorFamily",
+    "QwenFamily",
+    "TiledFamily",
+    "VideoFrames",
+    "family_of",
+    "llava_family",
+    "llava_next_family",
+    "qwen_family",
+]

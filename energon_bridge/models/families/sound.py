@@ -1,0 +1,253 @@
+"""Sounds in a conversation: given samples, or samples that a decoder gives later; one channel, at the model's rate.
+
+Headers tell how long a sound is, so a sample's plan knows its number of samples, and they are decoded when the sample
+is delivered. A sound begins at time 0 of its file, the track of a video with its first frame, and follows presentation
+times from there: what a recording left out is silent.
+
+Channels are averaged, as librosa does. Then PyAV (libswresample) resamples, as torchcodec does, which transformers
+prefers; it makes as many samples as librosa: `ceil(samples * rate / own_rate)`. Librosa's values (soxr, `soxr_hq`) at
+16 kHz, of noise at 8 to 48 kHz, differ by 0.0003 of their root mean square up to 6.5 kHz, and 0.0015 up to 6.8 kHz; up
+to 8 kHz follows the softer edge of libswresample's filter, where it takes away more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from energon_bridge.core.encoder.deferred import Deferred
+from energon_bridge.core.errors import DecodeError, SampleError
+from energon_bridge.core.storage import ByteRange
+from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.av.sound import as_floats, resample
+from energon_bridge.models.conversations.conversation import MediaWithOptions
+from energon_bridge.models.conversations.segments import MediaOptions
+
+_INEXACT_SECONDS = 0.2
+"""How far the length of a sound may be from what its headers tell: by the padding of a codec, and what it cuts off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sound:
+    """A sound whose length is known, decoded or not.
+
+    Attributes:
+        rate: Samples a second, as the model takes them.
+        length: The number of samples at this rate.
+        own_rate: Samples a second of what is given or in the file.
+        own_length: The number of samples at that rate.
+        samples: float32 of shape (own_length,); None: they are decoded.
+        decoder: The file.
+        begin: The time in the file at which the sound begins, in seconds.
+        lead: Silent samples before it, at its own rate: a video begins earlier than its sound.
+        cut: Whether the file has more.
+    """
+
+    rate: int
+    own_rate: int
+    own_length: int
+    samples: np.ndarray | None = field(default=None, repr=False)
+    decoder: AVDecoder | None = None
+    begin: float = 0.0
+    lead: int = 0
+    cut: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of samples at `rate`."""
+        return -(-self.own_length * self.rate // self.own_rate)
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.own_length / self.own_rate
+
+    @property
+    def alone(self) -> bool:
+        """Whether decoding runs no user code and can run on any thread, with a decoder of its own."""
+        return self.decoder is None or isinstance(self.decoder.stream, bytes | ByteRange)
+
+    def until(self, seconds: float | None) -> Sound:
+        """Return the sound up to a time from its beginning; None: the whole."""
+        length = self.own_length if seconds is None else max(1, int(seconds * self.own_rate))
+        if length >= self.own_length:
+            return self
+        samples = None if self.samples is None else self.samples[:length]
+        return replace(self, own_length=length, samples=samples, lead=min(self.lead, length), cut=True)
+
+    def get(self) -> np.ndarray:
+        """Return the samples, float32 of shape (length,).
+
+        Raises:
+            DecodeError: The file is damaged, or much longer or shorter than its headers tell.
+        """
+        samples = self._decoded() if self.samples is None else self.samples
+        return _fitted(resample(samples[None], self.own_rate, self.rate)[0], self.length)
+
+    def _decoded(self) -> np.ndarray:
+        assert self.decoder is not None
+        decoder = copy(self.decoder) if self.alone else self.decoder  # samples may share one
+        planned = self.own_length - self.lead
+        if not planned:
+            return np.zeros(self.lead, np.float32)
+        end = self.begin + planned / self.own_rate + 2 * _INEXACT_SECONDS * (not self.cut)
+        clips, _ = decoder.get_audio_clips([(self.begin, end)])
+        samples = _mono(clips[0].numpy()) if clips else np.empty(0, np.float32)
+        if abs(len(samples) - planned) > _INEXACT_SECONDS * self.own_rate:
+            more, most = "more than " * (len(samples) > planned), planned + _INEXACT_SECONDS * self.own_rate
+            raise DecodeError(
+                f"{decoder.name} has {more}{min(len(samples), most) / self.own_rate:.2f} s of sound, but its headers "
+                f"tell {planned / self.own_rate:.2f} s: encode it again, or leave the sample out"
+            )
+        samples = _fitted(samples, planned)
+        return np.pad(samples, (self.lead, 0)) if self.lead else samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeferredSound(Deferred):
+    """A sound in a list of a sample's field, decoded on the threads of the engine; its `sound.alone` must be true."""
+
+    sound: Sound
+
+    def decoded(self, memory: np.ndarray | None = None) -> np.ndarray:
+        """Return the samples. Raises DecodeError."""
+        return self.sound.get()
+
+
+def sound_of(value: Any, *, rate: int) -> Sound:
+    """Return a sound as the model takes it, undecoded if it is a file.
+
+    Args:
+        value: A decoder or the bytes of a file, a pair of samples and their rate, or `{"array", "sampling_rate"}` or
+            `{"bytes"}` as in datasets of Hugging Face. Samples are an array or tensor of one dimension, or of two:
+            channels are the shorter one; floats in [-1, 1], or integers of their full range.
+        rate: Samples a second that the model takes.
+
+    Raises:
+        SampleError: It is none of these, its rate is unknown, or there is not a single sample.
+        DecodeError: The file is damaged, or has no sound.
+    """
+    if isinstance(value, MediaWithOptions):
+        return _segment_of(value, rate)
+    if isinstance(value, Mapping):
+        given = value.get("array")
+        value = (given, value.get("sampling_rate")) if given is not None else value.get("bytes") or value
+    if isinstance(value, bytes | bytearray | memoryview):
+        value = AVDecoder(bytes(value))
+    if isinstance(value, AVDecoder):
+        with value:  # one opening for all that is asked
+            begin, end = value.get_time_range(video=False, audio=True)
+            return _in_file(value, begin, end, rate)
+    samples, own_rate = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    made = _samples(samples)
+    if isinstance(own_rate, float) and own_rate.is_integer():
+        own_rate = int(own_rate)
+    if not isinstance(own_rate, int | np.integer) or own_rate < 1:
+        raise SampleError(
+            f"a sound must tell the rate of its samples, a positive integer, got {own_rate!r}: give (samples, rate) or "
+            '{"array": samples, "sampling_rate": rate}'
+        )
+    if not len(made):
+        raise SampleError("a sound has not a single sample: leave the sample out")
+    return Sound(rate=rate, own_rate=int(own_rate), own_length=len(made), samples=made)
+
+
+def _segment_of(told: MediaWithOptions, rate: int) -> Sound:
+    """Return a segment of a sound. Raises what `sound_of` raises, and SampleError for one that lies beyond it."""
+    sound, options = sound_of(told.value, rate=rate), told.options
+    if not options.is_segment:
+        return sound
+    over = sound.begin + sound.duration
+    end = over if options.end is None else min(over, options.end)
+    if options.begin >= over or (options.end or 0) > over + _BEYOND_SECONDS:
+        raise SampleError(
+            f"a segment from {options.begin:g} s to {options.end} s lies beyond its sound, which has {over:g} s"
+        )
+    if sound.decoder is not None:
+        made = _in_file(sound.decoder, sound.begin, end, rate, options.begin)
+        return replace(made, cut=end < over)
+    assert sound.samples is not None
+    first, behind = (round(time * sound.own_rate) for time in (options.begin, end))
+    samples = sound.samples[first : max(behind, first + 1)]
+    return replace(sound, samples=samples, own_length=len(samples), cut=True)
+
+
+_BEYOND_SECONDS = 0.5
+"""How far a segment may end beyond its file, whose length lists often round."""
+
+
+def track_of(video: Any, *, rate: int) -> Sound | None:
+    """Return the sound track of a video from its first frame on, undecoded; None if it has none.
+
+    Args:
+        video: A decoder; frames alone have no track.
+        rate: Samples a second that the model takes.
+
+    Raises:
+        DecodeError: The file is damaged.
+    """
+    options = MediaOptions()
+    if isinstance(video, MediaWithOptions):
+        options = video.options
+        video = video.value
+    if not isinstance(video, AVDecoder):
+        return None
+    with video:
+        if not video.has_audio_stream():
+            return None
+        shown, last = video.get_time_range(video=True, audio=False)
+        begin, end = video.get_time_range(video=False, audio=True)
+        if begin > last:
+            raise DecodeError(
+                f"{video.name} has sound from {begin:g} s on, but its video ends at {last:g} s: is it damaged?"
+            )
+        shown = max(shown, options.begin)
+        over = end if options.end is None else min(end, options.end)
+        if over <= max(shown, begin):
+            return None
+        return replace(_in_file(video, begin, over, rate, shown), cut=over < end)
+
+
+def _in_file(decoder: AVDecoder, begin: float, end: float, rate: int, shown: float | None = None) -> Sound:
+    """Return the sound of a file from one time to another; of a video, from when its first frame is shown."""
+    own_rate = decoder.get_audio_samples_per_second()
+    first = begin if shown is None else max(begin, shown)
+    lead = 0 if shown is None else round((first - shown) * own_rate)
+    length = lead + round((end - first) * own_rate) if own_rate else 0
+    if length < 1:
+        raise DecodeError(f"{decoder.name} has sound without a single sample, or a rate: leave the sample out")
+    return Sound(rate=rate, own_rate=own_rate, own_length=length, decoder=decoder, begin=first, lead=lead)
+
+
+def _samples(value: Any) -> np.ndarray:
+    """Return given samples as one channel. Raises SampleError."""
+    if isinstance(value, Tensor):
+        value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
+    if isinstance(value, list):
+        value = np.asarray(value, np.float32)
+    is_array = isinstance(value, np.ndarray) and value.dtype.str[1:] in ("f2", "f4", "f8", "i2", "i4", "u1")
+    if not is_array or value.ndim not in (1, 2):
+        shape = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else repr(value)[:100]
+        raise SampleError(
+            "a sound must be a decoder, the bytes of a file, or samples in one or two dimensions, floats or integers "
+            f"of 8, 16 or 32 bits, got {shape}"
+        )
+    return _mono(value if value.ndim == 1 or value.shape[0] <= value.shape[1] else value.T)
+
+
+def _mono(samples: np.ndarray) -> np.ndarray:
+    """Return the mean of channels (channels, samples), float32."""
+    floats = as_floats(samples)
+    if floats.ndim == 1 or len(floats) == 1:
+        return floats.reshape(-1)
+    return floats.mean(axis=0, dtype=np.float32)
+
+
+def _fitted(samples: np.ndarray, length: int) -> np.ndarray:
+    """Return samples cut, or padded with silence, to a length."""
+    return samples[:length] if len(samples) >= length else np.pad(samples, (0, length - len(samples)))

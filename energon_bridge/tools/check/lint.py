@@ -1,0 +1,519 @@
+"""Reads and decodes every sample of a dataset, to find those that would fail in training.
+
+What training decodes when it needs it is decoded here at once: videos and sounds from beginning to end. Bad samples
+are collected, not raised, so that one never hides the next. Only errors that keep a whole split part from opening are
+raised.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.core.errors import (
+    CorruptShardError,
+    DecodeError,
+    EmptyDatasetError,
+    EnergonError,
+    FieldAccessError,
+    MetadataError,
+    UnknownSplitError,
+    did_you_mean,
+)
+from energon_bridge.core.format.checksums import read_checksums
+from energon_bridge.core.format.dataset import PreparedDataset, open_dataset, read_index
+from energon_bridge.core.format.dataset_config import DatasetConfigs, fields_of
+from energon_bridge.core.format.documents import read_document
+from energon_bridge.core.format.field_map import describe_fields
+from energon_bridge.core.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
+from energon_bridge.core.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
+from energon_bridge.core.format.media import AV_EXTENSIONS
+from energon_bridge.core.format.nvmeta import (
+    DEFAULT_DATASET_CONFIG,
+    DEFAULT_SPLIT_CONFIG,
+    meta_path,
+    read_info,
+    read_splits,
+)
+from energon_bridge.core.format.parallel import Task, Workers, map_shards
+from energon_bridge.core.format.tar import parse_sample
+from energon_bridge.core.format.tar_index import find_pieces
+from energon_bridge.core.samples import CrudeSample
+from energon_bridge.core.storage import open_store
+from energon_bridge.core.stores.base import follow_links
+
+_READ_AHEAD = 8 << 20
+_ROWS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that keeps a sample (or, without a key, a whole shard) from loading."""
+
+    dataset: str
+    split_part: str = ""
+    shard: str
+    key: str | None = None
+    part: str | None = None
+    message: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        key = f", key {self.key!r}" if self.key is not None else ""
+        part = f", part {self.part!r}" if self.part is not None else ""
+        split_part = f", {self.split_part}" if self.split_part else ""
+        return f"{self.dataset}{split_part}: shard {self.shard!r}{key}{part}: {self.message}"
+
+
+LEAVE_OUT = "add it as SHARD/KEY to `exclude` of split.yaml"
+_REMEDIES = {
+    "CorruptShardError": "Restore the shard from its source, then run `energon prepare --tar-index-only`.",
+    "ShardMissingError": "Restore the file, or take its shard out of split.yaml.",
+    "FieldAccessError": f"Correct `field_map` of dataset.yaml; to leave a sample out that lacks the part, {LEAVE_OUT}.",
+    **dict.fromkeys(("ImportError", "MissingCodecError"), "Install the package that is named."),
+    "MetadataError": "",  # it says what to do
+}
+
+
+def _remedy(dataset: PreparedDataset, error: str) -> str:
+    if isinstance(dataset, (JsonlDataset, ForeignDataset)):
+        return "Correct the line or row in its file. Training leaves it out, and counts it."
+    return _REMEDIES.get(
+        error, f"Repair the sample in its source, and convert or prepare again; to leave it out, {LEAVE_OUT}."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReport:
+    """The result for one shard.
+
+    `blank` are the keys of samples with an empty text, `raw` of those with bytes in a field of tensors, `turned` of
+    those with an image that is turned, `unopened` of those with a video or sound, where PyAV is not installed.
+    """
+
+    shard: str
+    num_checked: int
+    problems: tuple[Problem, ...]
+    blank: tuple[str, ...] = ()
+    raw: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
+    unopened: tuple[str, ...] = ()
+
+
+def lint_parts(
+    path: str | os.PathLike[str],
+    *,
+    split_parts: tuple[str, ...] = (),
+    split_config: str = DEFAULT_SPLIT_CONFIG,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+    trust_remote_code: bool = False,
+) -> tuple[list[PreparedDataset], list[str]]:
+    """Open the split parts to check (default: all); return them and the names of the empty ones.
+
+    A JSONL file has no split parts and is opened as a whole; tables may have some. Raises the errors of `open_dataset`,
+    and EmptyDatasetError if all parts are empty.
+    """
+    if is_jsonl(path):
+        return [open_jsonl(path)], []
+    if foreign := format_of_unprepared(path):
+        return [foreign.open(path, split_part=part) for part in split_parts or foreign.split_parts(path)], []
+    store = open_store(path)
+    store.check_root()
+    read_info(store)  # an unprepared dataset is the first error to report
+    config = DatasetConfigs(trust_remote_code=trust_remote_code).read(store, dataset_config)
+    known = read_splits(store, config.split_config or split_config)
+    datasets: list[PreparedDataset] = []
+    empty: list[str] = []
+    for part in split_parts or tuple(known.parts):
+        if part not in known.parts:
+            raise UnknownSplitError(
+                f"{known.where}: no split part {part!r}. Known split parts: {', '.join(known.parts)}."
+            )
+        try:
+            dataset = open_dataset(
+                path,
+                split_part=part,
+                split_config=split_config,
+                dataset_config=dataset_config,
+                trust_remote_code=trust_remote_code,
+            )
+        except EmptyDatasetError:
+            empty.append(part)
+        else:
+            datasets.append(dataset)
+    if not datasets:
+        raise EmptyDatasetError(f"{store.root}: no samples in the split parts {', '.join(empty) or 'none'}.")
+    return datasets, empty
+
+
+def lint_splits(path: str, *, split_config: str, dataset_config: str) -> tuple[list[Problem], list[str]]:
+    """Return what is wrong with the split file of a dataset, and what is doubtful."""
+    if is_jsonl(path) or format_of_unprepared(path):
+        return [], []
+    store = open_store(path)
+    shards = read_info(store).shard_counts
+    named = read_document(store, meta_path(dataset_config)).text("split_config")
+    splits = read_splits(store, named or split_config)
+    wrong = splits.wrong_excludes(shards)
+    problems = [Problem(dataset=store.root, shard=split_config, message=wrong)] if wrong else []
+    return problems, splits.doubts(shards)
+
+
+def lint_mix(
+    path: str, *, split_parts: tuple[str, ...] = (), trust_remote_code: bool = False
+) -> tuple[list[PreparedDataset], list[Problem], list[str]]:
+    """Open all datasets of the splits of a metadataset file (default: all splits), and look up its joins.
+
+    Returns each split part of a dataset once, whole, without the subsets and filters of the mix, the joins that fail,
+    and what is doubtful in split files. Raises the errors of `open_dataset` and of metadatasets.
+    """
+    from energon_bridge.core.format.join import find_rows
+    from energon_bridge.core.mix import DatasetOpener, JoinRef, LeafRef, load_mix, metadataset_splits, resolve_path
+    from energon_bridge.core.mix.joins import join_parts
+
+    path = resolve_path(path, base=os.getcwd(), where="PATH")
+    doubts: dict[str, None] = {}
+    opener = DatasetOpener(trust_remote_code=trust_remote_code, warn=lambda _: None)
+    datasets: dict[tuple[str, str], PreparedDataset] = {}
+    problems: list[Problem] = []
+
+    def take(ref: LeafRef) -> PreparedDataset:
+        dataset = opener.open(ref)
+        files = ref.split_config or DEFAULT_SPLIT_CONFIG, ref.dataset_config or DEFAULT_DATASET_CONFIG
+        if not isinstance(dataset, (JsonlDataset, ForeignDataset)):
+            wrong, doubtful = lint_splits(dataset.path, split_config=files[0], dataset_config=files[1])
+            doubts.update(dict.fromkeys(doubtful))
+            problems.extend(one for one in wrong if one not in problems)
+        return datasets.setdefault((dataset.path, dataset.split_part), dataset)
+
+    known = metadataset_splits(path)
+    for split in split_parts or known:
+        for leaf in load_mix(path, split_part=split).leaves:
+            if not isinstance(leaf.leaf, JoinRef):
+                take(leaf.leaf)
+                continue
+            try:
+                parts = join_parts(leaf.leaf, take)
+                for _ in find_rows(parts):
+                    pass
+            except EnergonError as error:
+                message = f"{type(error).__name__}: {error}"
+                where = leaf.leaf.where or "join"
+                remedy = "Correct the keys, or set `nonmatch: skip` at the dataset of the join that lacks them."
+                problems.append(Problem(dataset=path, split_part=split, shard=where, message=message, remedy=remedy))
+    return list(datasets.values()), problems, list(doubts)
+
+
+def lint_encoded(
+    path: str,
+    split_part: str,
+    encoder: Any,
+    *,
+    num_workers: int = 0,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+    split_config: str = DEFAULT_SPLIT_CONFIG,
+    trust_remote_code: bool = False,
+) -> tuple[int, list[Problem]]:
+    """Run a task encoder over a split part or a split of a mix, a sample per batch; return batches and problems.
+
+    Raises the errors of `get_val_dataset`.
+    """
+    from energon_bridge.core.datasets import get_savable_loader, get_val_dataset  # import torch
+    from energon_bridge.core.stream.policy import ErrorPolicy
+    from energon_bridge.core.worker_config import WorkerConfig
+    from energon_bridge.tools.check.quarantine import read_quarantine
+
+    with tempfile.TemporaryDirectory(prefix="energon-lint-") as folder:
+        file = os.path.join(folder, "failed.jsonl")
+        spec = get_val_dataset(
+            path,
+            split_part=split_part,
+            batch_size=1,
+            task_encoder=encoder,
+            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust_remote_code,
+            error_policy=ErrorPolicy(tolerance=0, damaged_shards="skip", quarantine=file, messages=1),
+        )
+        with closing(get_savable_loader(spec)) as loader:
+            count = sum(1 for _ in loader)
+        failed = read_quarantine(file) if os.path.exists(file) else []
+    return count, [
+        Problem(
+            dataset=one.dataset,
+            split_part=split_part,
+            shard=one.shard,
+            key=one.key,
+            message=f"{one.hook}: {one.error}: {one.message}",
+            remedy=f"Correct the hook or the data; to leave the sample out, raise SkipSample, or {LEAVE_OUT}.",
+        )
+        for one in failed
+    ]
+
+
+def lint_dataset(
+    dataset: PreparedDataset, *, num_workers: Workers = 1, task: Task | None = None, deep: bool = False
+) -> Iterator[ShardReport]:
+    """Check every shard of a split part, or those of a task; yields one report per shard, in their order.
+
+    Excluded samples are left out. With `deep` all parts are compared with their checksums, too.
+    """
+    check = partial(_check_shard, dataset, decode_whole, deep)
+    shards = range(len(dataset.shard_names))
+    with closing(map_shards(check, shards if task is None else task.of(shards), num_workers=num_workers)) as reports:
+        yield from reports
+
+
+def _check_shard(
+    dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], deep: bool, shard: int
+) -> ShardReport:
+    name = dataset.shard_names[shard]
+    problems: list[Problem] = []
+
+    def report(error: Exception, key: str | None = None, part: str | None = None) -> None:
+        problems.append(
+            Problem(
+                dataset=dataset.path,
+                split_part=dataset.split_part,
+                shard=name,
+                key=key,
+                part=part,
+                message=f"{type(error).__name__}: {error}",
+                remedy=_remedy(dataset, type(error).__name__),
+            )
+        )
+
+    checked = 0
+    follow = follow_links(dataset.path)
+    blank: list[str] = []
+    raw: list[str] = []
+    turned: list[str] = []
+    unopened: list[str] = []
+    excluded: set[str] = set()
+    keys: list[str] = []
+    names: list[frozenset[str]] = []
+    checksums = None
+    try:
+        if deep:
+            count, size = int(dataset.shard_counts[shard]), int(dataset.shard_sizes[shard])
+            checksums = read_checksums(dataset.store, name, count=count, size=size)
+            if checksums is None:
+                raise MetadataError(f"no checksums: energon prepare {dataset.path} --checksums --force-overwrite")
+        if isinstance(dataset, ForeignDataset):
+            first = int(dataset.shard_counts[:shard].sum())
+            for number, sample in enumerate(read_rows(dataset, shard), start=first):
+                checked += 1
+                if isinstance(sample, Exception):
+                    report(sample, key=f"{number:09d}")  # as rows that can be read are called
+                    continue
+                if _check_row(dataset, decode, sample, report, raw):
+                    blank.append(sample.key)
+                if _is_turned(sample.parts):
+                    turned.append(sample.key)
+                if _is_unopened(sample.parts):
+                    unopened.append(sample.key)
+        for index, data in () if isinstance(dataset, ForeignDataset) else read_samples(dataset, shard):
+            if isinstance(dataset, JsonlDataset):
+                checked += 1
+                try:
+                    parse_line(data)
+                except DecodeError as error:
+                    report(error, key=str(index), part=PART)
+                continue
+            try:
+                where = f"{dataset.store.url(name)}, sample {index}"
+                key, parts = parse_sample(data, where=where, follow=follow)
+            except EnergonError as error:
+                checked += 1
+                report(error)
+                continue
+            if (name, key) in dataset.excluded:
+                excluded.add(key)
+                continue
+            checked += 1
+            keys.append(key)
+            names.append(frozenset(parts))
+            for difference in checksums.differences(index, key, parts, complete=True) if checksums else ():
+                report(CorruptShardError(difference), key=key)
+            if _check_sample(dataset, decode, index, key, parts, partial(report, key=key), raw):
+                blank.append(key)
+            if _is_turned(parts):
+                turned.append(key)
+            if _is_unopened(parts):
+                unopened.append(key)
+        for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(name)):
+            report(rest, key=keys[number])
+        unknown = {key for shard, key in dataset.excluded if shard == name} - excluded
+        for key in sorted(unknown) if len(keys) == checked else ():
+            hint = did_you_mean(key, keys)
+            report(MetadataError(f"`exclude` of the split file lists the sample {key!r}, which is not there.{hint}"))
+    except EnergonError as error:  # the shard or its index as a whole
+        report(error)
+    return ShardReport(
+        shard=name,
+        num_checked=checked,
+        problems=(*problems,),
+        blank=(*blank,),
+        raw=(*raw,),
+        turned=(*turned,),
+        unopened=(*unopened,),
+    )
+
+
+def decode_whole(part: str, data: memoryview) -> Any:
+    """Decode a part with the code of training, a video or sound from its beginning to its end.
+
+    Raises the errors that training would have.
+    """
+    from energon_bridge.core.encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
+    from energon_bridge.models.av import AVDecoder
+    from energon_bridge.models.families.sound import sound_of
+
+    value = SampleDecoder(image_decode="rgba8").decode(part, data)
+    if not isinstance(value, AVDecoder) or find_spec("av") is None:
+        return value
+    with value:
+        if not value.has_video_stream():
+            sound_of(value, rate=value.get_audio_samples_per_second()).get()
+            return value
+        frames = value.get_metadata(get_audio=False).video_num_frames
+        value.map_frames(range(frames or 1), lambda pixels: None)
+        value.get_metadata(get_video=False, get_audio_num_samples=True)  # decodes the sound without holding it
+    return value
+
+
+def _is_unopened(parts: Iterable[str]) -> bool:
+    return find_spec("av") is None and any(name.rpartition(".")[2].lower() in AV_EXTENSIONS for name in parts)
+
+
+def _is_turned(parts: Mapping[str, Any]) -> bool:
+    from energon_bridge.models.images.images import is_turned  # imports torch, which other commands do not need
+
+    return any(is_turned(data) for data in parts.values() if isinstance(data, memoryview))
+
+
+def _check_row(
+    dataset: ForeignDataset,
+    decode: Callable[[str, memoryview], Any],
+    row: ForeignRow,
+    report: Callable[..., None],
+    raw: list[str],
+) -> bool:
+    """Treat a row as training does; return whether it has an empty text. The keys of those with bytes go to `raw`."""
+    decoded: dict[str, Any] = {}
+    for part, data in row.parts.items():
+        try:
+            decoded[part] = decode(part, data) if isinstance(data, memoryview) else data
+        except (EnergonError, ImportError) as error:
+            report(error, key=row.key, part=part)
+    if decoded.keys() == row.parts.keys() and not dataset.is_crude:
+        try:
+            fields = field_map_of(tuple(row.fields.items()))(decoded)
+            dataset.sample_type(__key__=row.key, **fields)
+            raw += [row.key] * _has_raw(dataset.sample_type, fields)
+        except Exception as error:  # a sample type may raise anything
+            report(error, key=row.key)
+    return _has_blank(decoded)
+
+
+def _has_raw(sample_type: type, fields: Mapping[str, Any]) -> bool:
+    """Return whether a field of a tensor has bytes: a batch of them and of others cannot be made."""
+    declared = describe_fields(sample_type) if is_dataclass(sample_type) else ()
+    return any(isinstance(fields.get(name), bytes) for name, _, kind in declared if "Tensor" in kind)
+
+
+def _has_blank(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, str) and not value.strip() for value in values.values())
+
+
+def read_rows(dataset: ForeignDataset, shard: int) -> Iterator[ForeignRow | Exception]:
+    """Yield all rows of a file, or the error of a bad one; raises the errors of `RowReader.read`."""
+    rows = dataset.open_rows()
+    first = int(dataset.shard_counts[:shard].sum())
+    numbers = np.arange(first, first + int(dataset.shard_counts[shard]))
+    for start in range(0, numbers.size, _ROWS_AT_ONCE):
+        yield from rows.read(numbers[start : start + _ROWS_AT_ONCE])
+
+
+def read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield (number, bytes) of all samples of a shard, several per read."""
+    offsets = read_index(dataset, shard).tolist()
+    count = len(offsets) - 1
+    first = 0
+    while first < count:
+        last = first + 1
+        while last < count and offsets[last + 1] - offsets[first] <= _READ_AHEAD:
+            last += 1
+        start = offsets[first]
+        data = memoryview(dataset.store.read_range(dataset.shard_names[shard], start, offsets[last] - start))
+        for index in range(first, last):
+            yield index, data[offsets[index] - start : offsets[index + 1] - start]
+        first = last
+
+
+def _check_sample(
+    dataset: PreparedDataset,
+    decode: Callable[[str, memoryview], Any],
+    index: int,
+    key: str,
+    parts: dict[str, memoryview],
+    report: Callable[..., None],
+    raw: list[str],
+) -> bool:
+    """Treat a sample as training does: decode the parts that it needs, build its fields; return if a text is empty.
+
+    The keys of those with bytes in a field of tensors go to `raw`.
+    """
+    decoded: dict[str, Any] = {}
+    complete = True
+    for part, data in wanted_parts(dataset, parts).items():
+        try:
+            decoded[part] = decode(part, data)
+        except (EnergonError, ImportError) as error:
+            report(error, part=part)
+            complete = False
+    if not complete:
+        return False
+    fields = decoded
+    try:
+        _, fields = made_sample(dataset, index, key, decoded)
+        raw += [key] * _has_raw(dataset.sample_type, fields)
+    except FieldAccessError as error:
+        report(dataset.missing_field(decoded, parts) or error)
+    except Exception as error:  # a sample loader can raise anything
+        report(error)
+    return _has_blank(fields)
+
+
+# Samples as training makes them, outside of a run ---------------------------------------------------------------------
+
+
+def wanted_parts(dataset: PreparedDataset, parts: Mapping[str, memoryview]) -> dict[str, memoryview]:
+    """Return the parts of a sample that its dataset decodes."""
+    wanted = dataset.part_filter
+    if wanted is None:
+        return dict(parts)
+    accepts = wanted.__contains__ if isinstance(wanted, frozenset) else wanted
+    return {part: data for part, data in parts.items() if accepts(part)}
+
+
+def made_sample(dataset: PreparedDataset, index: int, key: str, decoded: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a sample made of its decoded parts, and its fields; raises what a sample loader or a type raises."""
+    fields = decoded
+    if dataset.field_map is not None:
+        fields = dataset.field_map(decoded)
+    elif dataset.sample_loader is not None:
+        raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
+        fields = fields_of(dataset.sample_loader(raw))
+    else:
+        return CrudeSample({"__key__": key, **decoded}), fields
+    return dataset.sample_type(**{"__key__": key, **fields}), fields

@@ -1,0 +1,470 @@
+"""`energon convert SOURCE OUT`: inspects the source, proposes how to turn it into a dataset, and writes it.
+
+On a terminal each proposal is a question that Enter accepts; elsewhere the proposals and flags apply as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from energon_bridge.core.errors import ConfigurationError, SampleError, SkipSample, SourceError
+from energon_bridge.core.format.field_map import describe_fields
+from energon_bridge.core.format.tar import parse_sample
+from energon_bridge.core.format.tar_index import index_name
+from energon_bridge.core.prepare.split import SplitRule, parse_ratio
+from energon_bridge.core.samples import CrudeSample, sample_type_by_name
+from energon_bridge.core.storage import open_store
+from energon_bridge.models.conversations.questions import AnswersAs, template_columns
+from energon_bridge.models.conversations.turns import Medium, medium_by_name, read_turns
+from energon_bridge.tools.cli.assistant import shorten
+from energon_bridge.tools.cli.output import count_of, format_bytes, json_option
+from energon_bridge.tools.cli.prepare_options import (
+    choose_engine,
+    chosen_task,
+    engine_options,
+    progress_option,
+    shard_progress,
+    task_options,
+    workers_option,
+)
+from energon_bridge.tools.convert.conversations import as_told, is_conversation
+from energon_bridge.tools.convert.convert import (
+    SKIPPED,
+    Converted,
+    ConvertOptions,
+    check_first_files,
+    convert,
+    convert_task,
+    propose_samples_per_shard,
+    stopped,
+)
+from energon_bridge.tools.convert.hub import download, is_hub, stream
+from energon_bridge.tools.convert.lists import (
+    answers_of,
+    check_beside,
+    check_media_meant,
+    other_text,
+    propose_layout,
+    unused_columns,
+)
+from energon_bridge.tools.convert.rows import Layout, Source, check_layout, first_rows
+from energon_bridge.tools.convert.sources import KINDS, open_source
+from energon_bridge.tools.convert.speech import PROMPT
+
+_SHOWN = 3
+_KEPT = ("WebDataset", "mix")  # whose samples stay as they are
+_WITHOUT_TURNS = (*_KEPT, "folder", "COCO")
+_LOOKED_AT = 20  # samples, for the media that they have
+_OMNI = "qwen2.5_omni_instruct"
+_TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
+_TOLD = (
+    "Leave the column out with --ignore COLUMN, or write the text of the question: --question '{COLUMN}\\n{question}'."
+)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@click.command("convert")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--kind", type=click.Choice(KINDS), default=None, help="What the source is, if it is not recognised.")
+@click.option("--media", type=click.Path(path_type=Path), help="Folder that paths are relative to. [default: beside]")
+@click.option("--prompt", default=None, help=f"Of speech: the question about each sound. [default: {PROMPT}]")
+@click.option("--stream", "streaming", is_flag=True, help="Of the hub: read parquet files by ranges; no download.")
+@click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeSample, ...")
+@click.option(
+    "--field", "fields", multiple=True, metavar="FIELD=COLUMN", help="Column of a field: caption=captions[0]."
+)
+@click.option("--split-ratio", default=None, help="Shares of train, val and test, by sample: 99,1,0.")
+@click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle the samples of each split part.")
+@click.option("--samples-per-shard", type=click.IntRange(min=1), default=None, help="Samples in each shard, exactly.")
+@click.option(
+    "--bytes-per-shard", default=None, metavar="SIZE", help="No larger shards: 500M, 1Gi. Looks at all first."
+)
+@click.option("--max-pixels", type=click.IntRange(min=1), default=None, help="Scale down images that have more pixels.")
+@click.option("--quality", type=click.IntRange(1, 100), default=None, help="Encode JPEG and WebP images again.")
+@click.option("--keys", type=click.Choice(["keep", "number"]), default="keep", help="Keys of a WebDataset's samples.")
+@click.option("--on-error", type=click.Choice(["stop", "skip"]), default="stop", help="What samples that fail do.")
+@click.option("--ignore", "ignored", multiple=True, metavar="COLUMN", help="A column that is left out.")
+@click.option("--question", default=None, metavar="TEXT", help="Text of a question: '{passage}\\n{question}'.")
+@click.option(
+    "--answers-as",
+    type=click.Choice(["letter", "text", "index", "number"]),
+    help="What answers to choices are; an index counts from 0, a number from 1. [default: by the first rows]",
+)
+@click.option("--preferred", is_flag=True, help="Of lists of preferences (DPO, KTO), take the preferred answers only.")
+@click.option("--media-metadata/--no-media-metadata", default=True, help="Write down sizes and lengths of media.")
+@click.option("--checksums", is_flag=True, help="Keep checksums of all samples and parts, which readers compare.")
+@click.option("--dry-run", is_flag=True, help="Look at the first 3 samples only, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace what is in OUT.")
+@click.option("--ask/--no-ask", default=None, help="Ask about the proposals. [default: on a terminal]")
+@workers_option
+@engine_options
+@task_options
+@progress_option
+@json_option
+def command(
+    source: Path,
+    out: Path,
+    kind: str | None,
+    media: Path | None,
+    prompt: str | None,
+    streaming: bool,
+    sample_type: str | None,
+    fields: tuple[str, ...],
+    split_ratio: str | None,
+    shuffle: int | None,
+    samples_per_shard: int | None,
+    bytes_per_shard: str | None,
+    max_pixels: int | None,
+    quality: int | None,
+    keys: str,
+    on_error: str,
+    ignored: tuple[str, ...],
+    question: str | None,
+    answers_as: AnswersAs | None,
+    preferred: bool,
+    media_metadata: bool,
+    checksums: bool,
+    dry_run: bool,
+    overwrite: bool,
+    ask: bool | None,
+    num_workers: int,
+    engine: str,
+    address: str | None,
+    task: str | None,
+    finish: bool,
+    progress: bool,
+) -> dict[str, Any] | None:
+    """Make a prepared dataset in the folder OUT of SOURCE.
+
+    SOURCE is a JSON, JSONL, CSV or TSV file that names media files (conversations of LLaVA, ShareGPT and OpenAI, COCO
+    captions, NeMo manifests, any table), a folder of pictures with captions beside them, a folder for each class or
+    with metadata for each split, parquet files, a Hugging Face dataset on disk or of the hub (hf://OWNER/NAME), a
+    folder of Kaldi, or a WebDataset to be sharded or shuffled again.
+    Media are copied as they are, unless --max-pixels or --quality says otherwise.
+
+    Run again after a kill, it continues; if the source grew, it adds the new samples.
+
+    \b
+    energon convert llava.json data/llava --media images
+    energon convert photos data/photos --split-ratio 9,1,0 --dry-run
+    energon convert metadata.csv data/faces --field caption=description
+    energon convert tars data/shuffled --shuffle 1 --bytes-per-shard 1Gi
+    energon convert photos data/small --max-pixels 1000000
+    energon convert hf://OWNER/NAME data/name --stream
+    energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
+    """
+    share = chosen_task(task, finish=finish)
+    if out.absolute() == source.absolute():
+        raise ConfigurationError(f"{out}: this is the source itself. Write to another folder.")
+    limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
+    if streaming:
+        _check_streaming(source, shuffle, limit)
+        opened = stream(source)
+    else:
+        source = download(source) if is_hub(source) else source
+        opened = open_source(
+            source, kind=kind, media=media, numbered=keys == "number", num_workers=num_workers, prompt=prompt
+        )
+    asking = (_is_terminal() and not task and not finish) if ask is None else ask
+    shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
+    click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
+    if opened.left_out:
+        click.echo(f"Left out: {', '.join(opened.left_out)}.")
+    check_first_files(opened)
+    told = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
+    layout = replace(_layout(opened, sample_type, fields, told, asking=asking), preferred=preferred)
+    check_layout(layout)
+    flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
+    if opened.kind.startswith(_WITHOUT_TURNS) and (
+        flag := next((name for name, value in flags.items() if value), None)
+    ):
+        raise ConfigurationError(f"{flag} is for lists and tables, but {shown} is a {opened.kind}: leave it out.")
+    rule = _rule(opened, split_ratio, asking=asking)
+    if samples_per_shard is None and limit is None:
+        samples_per_shard = propose_samples_per_shard(opened, layout)
+        if asking:
+            samples_per_shard = click.prompt("Samples in a shard", default=samples_per_shard, type=click.IntRange(1))
+    options = ConvertOptions(
+        layout=layout,
+        split=rule,
+        shuffle=shuffle,
+        samples_per_shard=samples_per_shard,
+        bytes_per_shard=limit,
+        media=media_metadata,
+        checksums=checksums,
+        skip_errors=on_error == "skip",
+        max_pixels=max_pixels,
+        quality=quality,
+    )
+    _show(opened, options)
+    if dry_run:
+        click.echo(f"A dry run: it looked only at the first {_SHOWN} samples, and wrote nothing to {out}.")
+        return None
+    doing = choose_engine(engine, address, num_workers)
+    with shard_progress("Converting samples", enabled=progress) as advance:
+        if share is not None:
+            if overwrite:
+                raise ConfigurationError(f"--overwrite cannot be used with --task: remove {out}, then start the tasks.")
+            count = convert_task(opened, out, options, share, num_workers=doing, progress=advance)
+            click.echo(f"Task {share}: {count_of(count, 'shard')} done. After all tasks, run this with --finish.")
+            return {"task": str(share), "shards": count}
+        done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
+    _report(out, done, options)
+    return asdict(done)
+
+
+def _check_streaming(source: Path, shuffle: int | None, limit: int | None) -> None:
+    if not is_hub(source):
+        raise ConfigurationError(f"{source}: --stream is for datasets of the hub, hf://OWNER/NAME. Leave it out.")
+    if shuffle is not None or limit is not None:
+        raise ConfigurationError(
+            "--stream reads files in order: --shuffle or --bytes-per-shard would read them many times. Leave out "
+            "--stream, or use --samples-per-shard and shuffle the dataset afterwards."
+        )
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stdin is not None and sys.stdin.isatty()
+    except ValueError:  # it was closed
+        return False
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise ConfigurationError(f"--bytes-per-shard {text!r}: expected a size like 500M, 1G or 1Gi.")
+    return size
+
+
+def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], told: Layout, *, asking: bool) -> Layout:
+    """Return the proposal, changed by flags and answers; `told` says what becomes of questions."""
+    if source.kind in _KEPT:
+        return _chosen_layout(source, source.propose(), sample_type, fields, asking=asking)
+    rows = first_rows(source)
+    if sample_type is None:
+        check_media_meant(rows, "convert without them: --sample-type CrudeSample")
+    columns = {name for row in rows for name in (*row.files, *row.values)}
+    for column in (*told.ignored, *template_columns(told.question or "")):
+        if column not in columns:
+            flag = "--ignore" if column in told.ignored else "--question"
+            raise ConfigurationError(
+                f"{flag} names {column!r}, but the first rows have no such column; they have "
+                f"{', '.join(sorted(columns))}."
+            )
+    proposed = source.propose()
+    if told.ignored or told.question:
+        proposed = propose_layout([as_told(row, told) for row in rows])
+    layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking)
+    if told.question is not None and not layout.is_crude:
+        raise ConfigurationError(
+            f"--question makes conversations, which a {layout.sample_type} is not: leave out --sample-type."
+        )
+    given = told.answers_as or (answers_of(rows) if layout.is_crude else None)
+    layout = replace(layout, ignored=told.ignored, question=told.question, answers_as=given)
+    check_beside(rows, layout, _TOLD)
+    return layout
+
+
+def _chosen_layout(
+    source: Source, proposed: Layout, sample_type: str | None, fields: tuple[str, ...], *, asking: bool
+) -> Layout:
+    name = sample_type or proposed.sample_type
+    if sample_type is None and asking:
+        name = click.prompt("Sample type", default=name)
+    cls = sample_type_by_name(name)
+    given: dict[str, str] = {}
+    for text in fields:
+        field, equals, column = text.partition("=")
+        if not equals or not field or not column:
+            raise ConfigurationError(f"--field {text!r}: expected FIELD=COLUMN, like caption=description.")
+        given[field] = column
+    if issubclass(cls, CrudeSample):
+        return Layout(sample_type="CrudeSample", fields=given, bare=proposed.bare)
+    rows = first_rows(source)
+    files = list(dict.fromkeys(column for row in rows for column in row.files))
+    known = proposed.fields if name == proposed.sample_type else _guessed(source, proposed, cls, files)
+    described = describe_fields(cls)
+    chosen = {field: column for field, column in known.items() if any(field == one for one, _, _ in described)} | given
+    if asking:
+        for field, required, kind in described:
+            if field in given or (not required and field not in chosen):
+                continue
+            label = f"Column of {field} ({kind})"
+            chosen[field] = click.prompt(label, default=chosen.get(field), type=str)
+    wanted = {column.partition("[")[0] for column in chosen.values()}
+    if source.kind not in _KEPT:  # whose fields name parts
+        columns = {*files, *(column for row in rows for column in row.values)}
+        for field, column in chosen.items():
+            if column.partition("[")[0] not in columns:
+                raise ConfigurationError(
+                    f"--field {field}={column}: the first rows have no such column; they have "
+                    f"{', '.join(sorted(columns))}."
+                )
+    first_file = next((column for column in files if column in wanted), None)
+    return replace(
+        proposed,
+        sample_type=cls.__name__,
+        fields=chosen,
+        bare=proposed.bare or (frozenset([first_file]) if first_file is not None else frozenset()),
+    )
+
+
+def _guessed(source: Source, proposed: Layout, cls: type, files: list[str]) -> dict[str, str]:
+    """Guess the fields of a type that was not proposed: of conversations, the first image and the first answer."""
+    known = dict(proposed.fields)
+    names = {name for name, _, _ in describe_fields(cls)}
+    if "image" in names and "image" not in known and files:
+        column = "images" if "images" in files else files[0]
+        first = next(row.files[column] for row in first_rows(source) if column in row.files)
+        known["image"] = f"{column}[0]" if isinstance(first, tuple) else column
+    columns = {name for row in first_rows(source) for name in row.values}
+    known |= {name: name for name in names & columns if name not in known}
+    row = first_rows(source, 1)[0]
+    for column, text in (("conversations", "value"), ("messages", "content")):
+        turns = row.values.get(column)
+        if isinstance(turns, list) and {"caption", "context"} & names:
+            roles = [str(turn.get("from", turn.get("role"))) for turn in turns]
+            asks = next((n for n, role in enumerate(roles) if role in ("human", "user")), 0)
+            says = next((n for n, role in enumerate(roles) if role in ("gpt", "assistant")), len(roles) - 1)
+            known |= {"caption": f"{column}[{says}][{text}]", "context": f"{column}[{asks}][{text}]"}
+    return known
+
+
+def _rule(source: Source, split_ratio: str | None, *, asking: bool) -> SplitRule | None:
+    if split_ratio is not None:
+        return parse_ratio(split_ratio)
+    if source.split_parts:
+        return None
+    proposed = "9,1,0" if len(source) < 10_000 else "99,1,0"
+    return parse_ratio(click.prompt("Shares of train, val and test", default=proposed) if asking else proposed)
+
+
+def _show(source: Source, options: ConvertOptions) -> None:
+    layout = options.layout
+    click.echo(f"Sample type: {layout.sample_type}")
+    for field, column in layout.fields.items():
+        click.echo(f"  {field} from {column}")
+    if (prompt := getattr(source, "prompt", None)) is not None:
+        click.echo(f"  conversations about sounds, each with the question {prompt!r} (--prompt gives another)")
+    rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
+    if rows and not any(is_conversation(row.values) for row in rows):
+        click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
+    looked_at = first_rows(source) if source.kind not in _KEPT else []
+    if unused := unused_columns(looked_at, layout):
+        click.echo(f"  not used: {', '.join(unused)}")
+    if (other := other_text(looked_at, layout)) is not None:
+        click.echo(f"  to take {other[0]} instead: {other[1]}")
+    if options.split is None:
+        parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
+    else:
+        parts = ", ".join(f"{name} {float(share):g}" for name, share in options.split.ratios if share)
+    click.echo(f"Split: {parts}")
+    if options.reencodes:
+        click.echo("Sizes are before scaling images down.")
+    for number in range(min(_SHOWN, len(source))):
+        try:
+            sample = source.sample(number, layout)
+            parts = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sample.sizes())
+        except (SourceError, SkipSample) as error:
+            if not options.skip_errors and isinstance(error, SourceError):
+                raise stopped(error) from error
+            click.echo(f"Sample {number} is skipped: {error}")
+            continue
+        click.echo(f"Sample {sample.key}: {parts}")
+        values = source.row(number).values
+        if values:
+            click.echo("  " + str(shorten(values)))
+
+
+def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
+    for part, shards in done.split_parts.items():
+        if shards:
+            count = sum(done.shard_counts[shard] for shard in shards)
+            click.echo(f"{part}: {count_of(count, 'sample')} in {count_of(len(shards), 'shard')}")
+    for part, share in options.split.ratios if options.split is not None else ():
+        if share and not done.split_parts.get(part):
+            click.echo(f"{part}: no samples, because its share is too small. Set a larger one with --split-ratio.")
+    if options.layout.preferred:
+        click.echo(f"Left out {count_of(done.num_rejected, 'rejected answer')} of samples with a preferred one.")
+    if done.num_reused:
+        click.echo(f"Unchanged: {count_of(done.num_reused, 'shard')}.")
+    empty = f"{count_of(len(done.empty), 'sample')} with an empty answer, from which a model learns to say nothing"
+    remedy = 'to leave one out, give its turn "weight": 0, or take it out of the list'
+    for many, title, rest in (
+        (done.skipped, f"Skipped {count_of(len(done.skipped), 'sample')}", f"all in {out}/{SKIPPED}"),
+        (done.empty, f"{empty} ({remedy})", "which --json lists"),
+    ):
+        for message in [f"{title}:", *(f"  {one}" for one in many[:5])] if many else ():
+            click.echo(message)
+        if len(many) > 5:
+            click.echo(f"  … and {len(many) - 5:,} more, {rest}")
+    if done.num_unread:
+        others = done.num_unread - done.num_unread_images
+        each = (done.num_unread_images, "image"), (others, "video or sound file")
+        said = " and ".join(f"{count_of(count, noun)} cannot be opened" for count, noun in each if count)
+        needs = [*done.needed, *["PyAV: pip install 'energon-bridge[video]'"] * (others and find_spec("av") is None)]
+        click.echo(f"{said}: energon lint {out} names them.")
+        for one in needs:
+            click.echo(f"  Some may need a package. {one}, then energon prepare-media {out}")
+    total = count_of(sum(done.shard_counts.values()), "sample")
+    click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
+    layout = options.layout
+    media: set[Medium | None] | None = {"image"} if layout.sample_type in _TRAINED else None
+    if layout.is_crude:
+        shard, count = next(iter(done.shard_counts.items()))
+        media = _media_of_conversations(out, shard, min(count, _LOOKED_AT))
+    if media is None:
+        click.echo(f"Look at it: energon preview {out}")
+        return
+    click.echo(f"Try it with a tiny model: {train_line(out, media)}")
+    if _twin(media) == _OMNI:
+        click.echo("The processor of this model needs torchvision.")
+    elif "image" in media and "video" not in media:
+        click.echo(
+            "Others for images: configs/tiny/idefics3_instruct.yaml (tiles), mllama_instruct.yaml (cross-attention)"
+        )
+
+
+def _media_of_conversations(out: Path, shard: str, count: int) -> set[Medium | None] | None:
+    """Return the kinds of media of the first samples of a shard, if they are conversations."""
+    store = open_store(out)
+    places = np.frombuffer(store.read_range(index_name(shard), 0, 8 * (count + 1)), "<u8").tolist()
+    media: set[Medium | None] = set()
+    for start, end in pairwise(places):
+        _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
+        try:
+            values = json.loads(bytes(parts.get("json", b"")))
+            if not isinstance(values, dict) or read_turns(values) is None:
+                return None
+        except (ValueError, SampleError):
+            return None
+        media.update(map(medium_by_name, parts))
+    return media
+
+
+def _twin(media: Collection[Medium | None]) -> str:
+    """Return the configuration of a tiny model that takes these media."""
+    if "audio" not in media:
+        return "qwen2.5_vl_instruct"
+    return _OMNI if {"image", "video"} & set(media) else "qwen2_audio_instruct"
+
+
+def train_line(out: Path, media: Collection[Medium | None]) -> str:
+    """Return the command that trains a tiny model on a converted dataset."""
+    config = f"configs/tiny/{_twin(media)}.yaml"
+    return f"python -m energon_bridge.training --config {config} data.path={os.fspath(out)}"

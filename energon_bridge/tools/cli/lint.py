@@ -1,0 +1,260 @@
+"""`energon lint PATH`: reads and decodes every sample; exit code 1 if one does not load."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+import click
+
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.format.parallel import Task, Workers
+from energon_bridge.tools.check.lint import (
+    LEAVE_OUT,
+    Problem,
+    lint_dataset,
+    lint_encoded,
+    lint_mix,
+    lint_parts,
+    lint_splits,
+)
+from energon_bridge.tools.cli.output import count_of, print_json
+from energon_bridge.tools.cli.prepare_options import (
+    choose_engine,
+    chosen_task,
+    config_options,
+    engine_options,
+    progress_option,
+    shard_progress,
+)
+
+_MAX_SHOWN = 100
+
+
+@dataclass(slots=True, kw_only=True)
+class _Problems:
+    """The problems so far; they are printed as they are found, but for JSON."""
+
+    quiet: bool
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    bad: set[tuple[str, str, str | None, str]] = field(default_factory=set)
+    shown: int = 0
+    remedies: Counter[str] = field(default_factory=Counter)
+
+    def add(self, problem: Problem) -> None:
+        self.bad.add(_identity(problem))
+        self.remedies[problem.remedy] += 1
+        self.shown += 1
+        if self.quiet:
+            self.problems.append(problem)
+        elif self.shown <= _MAX_SHOWN:
+            click.echo(str(problem))
+
+    def warn(self, warning: str) -> None:
+        self.warnings.append(warning)
+        if not self.quiet:
+            click.echo(f"Warning: {warning}")
+
+
+@click.command("lint")
+@click.argument("path", type=click.Path())
+@click.option("--split-parts", default=None, help="Parts to check, separated by commas. Default: all.")
+@config_options
+@click.option("--encoder", default=None, metavar="MODULE:ENCODER", help="Run this task encoder over all samples, too.")
+@click.option("--deep", is_flag=True, help="Compare the checksums of all parts, too (energon prepare --checksums).")
+@click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; of the column `hash` if there.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: ok, checked, samples, empty, warnings, problems.")
+@click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
+@engine_options
+@click.option("--task", default=None, metavar="NUMBER/COUNT", help="Check one share of the shards: 0/16 to 15/16.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
+@progress_option
+def command(
+    path: str,
+    split_parts: str | None,
+    dataset_config: str,
+    split_config: str,
+    encoder: str | None,
+    deep: bool,
+    duplicates: bool,
+    as_json: bool,
+    parallel: int,
+    engine: str,
+    address: str | None,
+    task: str | None,
+    trust_remote_code: bool,
+    progress: bool,
+) -> None:
+    """Check the dataset at PATH (a folder, a .jsonl file, a mix, or a URL of one) sample by sample.
+
+    Every index is compared with .info.json, every sample is read and decoded as in training; excluded samples are left
+    out. Whatever does not load is named with dataset, split part, shard, key and part, and the exit code is 1. Of a
+    mix, the datasets of all splits are checked, and its joins are looked up.
+
+    \b
+    energon lint /data/captions --split-parts train,val --parallel 8
+    energon lint mix.yaml --encoder mine:encoder --json
+    energon lint /data/captions --duplicates
+    energon lint /data/captions --task 3/16
+    """
+    share = chosen_task(task, finish=False)
+    if share is not None and (encoder is not None or duplicates):
+        raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
+    parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
+    problems = _Problems(quiet=as_json)
+    empty: list[str] = []
+    if path.endswith(".yaml"):
+        if (dataset_config, split_config) != ("dataset.yaml", "split.yaml"):
+            raise ConfigurationError(
+                f"{path} is a mix, which names these files for each dataset: leave the options out."
+            )
+        datasets, failed, doubts = lint_mix(path, split_parts=parts, trust_remote_code=trust_remote_code)
+    else:
+        datasets, empty = lint_parts(
+            path,
+            split_parts=parts,
+            split_config=split_config,
+            dataset_config=dataset_config,
+            trust_remote_code=trust_remote_code,
+        )
+        failed, doubts = lint_splits(path, split_config=split_config, dataset_config=dataset_config)
+    for doubt in doubts:
+        problems.warn(doubt)
+    for problem in failed:
+        problems.add(problem)
+    for part in empty if not as_json else ():
+        click.echo(f"The split part {part!r} is empty.")
+    workers = choose_engine(engine, address, parallel)
+    if deep and (bare := [dataset for dataset in datasets if not dataset.has_checksums]):
+        raise ConfigurationError(
+            f"{bare[0].path} has no checksums for --deep: energon prepare {bare[0].path} --checksums --force-overwrite"
+        )
+    checked = 0
+    total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
+    if share is not None:
+        total = sum(_task_share(dataset, share) for dataset in datasets)
+    for dataset in datasets:
+        blank: list[str] = []
+        raw: list[str] = []
+        turned: list[str] = []
+        unopened: list[str] = []
+        with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
+            for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
+                checked += report.num_checked
+                blank += [f"{report.shard}/{key}" for key in report.blank]
+                raw += [f"{report.shard}/{key}" for key in report.raw]
+                turned += [f"{report.shard}/{key}" for key in report.turned]
+                unopened += [f"{report.shard}/{key}" for key in report.unopened]
+                for problem in report.problems:
+                    problems.add(problem)
+                advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
+        for keys, what, remedy in (
+            (blank, "an empty text", f"To leave one out, {LEAVE_OUT}."),
+            (raw, "an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
+            (turned, "an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
+            (unopened, "a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
+        ):
+            if keys:
+                count = count_of(len(keys), "sample")
+                where = f"{dataset.path}, {dataset.split_part or 'all'}"
+                problems.warn(f"{where}: {count} with {what}; the first is {keys[0]}. {remedy}")
+    if encoder is not None:
+        splits = _splits(path, datasets, parts)
+        _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)
+    if duplicates:
+        _find_duplicates(datasets, problems, workers)
+    _report(problems, checked, total, empty, as_json=as_json)
+    if problems.bad:
+        sys.exit(1)
+
+
+def _find_duplicates(datasets: list[PreparedDataset], problems: _Problems, workers: Workers) -> None:
+    from energon_bridge.tools.columns.making import COMPARED, find_equal_samples
+
+    count = 0
+    for problem in find_equal_samples(datasets, num_workers=workers):
+        problems.add(problem)
+        count += 1
+    if not problems.quiet:
+        click.echo(f"{count_of(count, 'duplicate') if count else 'No duplicates'}. {COMPARED}")
+
+
+def _task_share(dataset: PreparedDataset, task: Task) -> int:
+    """Return the number of samples in the shards of a task that are not excluded."""
+    shards = task.of(range(len(dataset.shard_names)))
+    names = {dataset.shard_names[shard] for shard in shards}
+    excluded = sum(shard in names for shard, _ in dataset.excluded)
+    return int(dataset.shard_counts[list(shards)].sum()) - excluded
+
+
+def _splits(path: str, datasets: list[PreparedDataset], parts: tuple[str, ...]) -> list[str]:
+    if not path.endswith(".yaml"):
+        return [dataset.split_part or "val" for dataset in datasets]
+    from energon_bridge.core.mix import metadataset_splits, resolve_path
+
+    return list(parts) or metadataset_splits(resolve_path(path, base=os.getcwd(), where="PATH"))
+
+
+def _encode(
+    path: str,
+    splits: list[str],
+    encoder: str,
+    report: _Problems,
+    parallel: int,
+    dataset_config: str,
+    split_config: str,
+    *,
+    trust: bool,
+) -> None:
+    from energon_bridge.tools.cli.run_options import load_encoder
+
+    for split in splits:
+        count, problems = lint_encoded(
+            path,
+            split,
+            load_encoder(encoder),
+            num_workers=parallel if parallel > 1 else 0,
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust,
+        )
+        if not report.quiet:
+            click.echo(f"{split}: {encoder} encodes {count_of(count, 'sample')}, {len(problems):,} fail.")
+        for problem in problems:
+            report.add(problem)
+
+
+def _report(problems: _Problems, checked: int, total: int, empty: list[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "ok": not problems.bad,
+                "checked": checked,
+                "samples": total,
+                "empty": empty,
+                "warnings": problems.warnings,
+                "problems": [asdict(problem) for problem in problems.problems],
+            }
+        )
+        return
+    if problems.shown > _MAX_SHOWN:
+        click.echo(f"... and {problems.shown - _MAX_SHOWN} more.")
+    if not problems.bad:
+        click.echo("The one sample loads." if checked == 1 else f"All {checked:,} samples load.")
+        return
+    where = f" in {count_of(checked, 'sample')}"
+    if checked < total:  # shards that cannot be read
+        where = f"; {checked:,} of {count_of(total, 'sample')} could be checked"
+    for remedy, count in problems.remedies.items():
+        if remedy:
+            click.echo(f"{count_of(count, 'problem')}: {remedy}")
+    click.echo(f"Failed: {count_of(len(problems.bad), 'problem')}{where}.")
+
+
+def _identity(problem: Problem) -> tuple[str, str, str | None, str]:
+    """Identify a bad sample, so that one with two broken parts counts once."""
+    return problem.dataset, problem.shard, problem.key, "" if problem.key is not None else problem.message

@@ -1,0 +1,206 @@
+"""`energon which STATE_OR_MIX --step S`: names the samples of steps, by arithmetic; reads no data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.tools.cli.output import count_of, print_json, print_table
+from energon_bridge.tools.cli.run_options import mix_option, open_run, run_options
+
+if TYPE_CHECKING:
+    from energon_bridge.tools.forecast.samples import NamedMicrobatch
+
+_AT_A_TIME = 10_000
+"""Rows written to a file at once."""
+
+
+@click.command("which")
+@click.argument("source", nargs=-1, metavar="STATE_OR_MIX...", type=click.Path())
+@click.option(
+    "--checkpoint", type=click.Path(), multiple=True, help="A checkpoint or state of a run: the same as STATE_OR_MIX."
+)
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Steps before it (of the optimizer), from the run's beginning."
+)
+@click.option("--until", type=click.IntRange(min=1), help="All steps from --step (default: the first) to before this.")
+@click.option("--microbatch", type=click.IntRange(min=0), help="Number of a microbatch of the run, instead of a step.")
+@click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
+@click.option("--row", type=click.IntRange(min=0), help="Only this row of each microbatch.")
+@mix_option
+@click.option(
+    "--balance",
+    metavar="MODULE:NAME",
+    help="The ColumnCost by which ranks load their own shares: names the rank that runs each microbatch.",
+)
+@click.option("--balance-window", type=click.IntRange(min=1), help="With --balance: window of the run. [default: 1]")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a row per sample to this .parquet or .json file.")
+@run_options
+def command(
+    source: tuple[str, ...],
+    checkpoint: tuple[str, ...],
+    step: int | None,
+    until: int | None,
+    microbatch: int | None,
+    rank: int | None,
+    row: int | None,
+    out: Path | None,
+    balance: str | None,
+    balance_window: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Name the samples of steps of a run that is described by STATE_OR_MIX.
+
+    \b
+    energon which mix.yaml --step 100 --batch-size 8
+    energon which loader.pt --step 5000 --world-size 8
+    energon which --checkpoint step-0000150.ckpt --until 150 --out seen.parquet
+
+    States (one file, or those of several ranks) say everything but the number of ranks; with a mix (a dataset's folder
+    or URL, or a metadataset's YAML file) give the options that the run was started with. A step is one of the
+    optimizer, counted from the beginning of the run, on one number of ranks: with gradient accumulation, give
+    --global-batch-size. A microbatch is counted over all ranks.
+    """
+    source += checkpoint
+    if not source:
+        raise ConfigurationError("give a mix, states, or --checkpoint FILE")
+    if ((step is None) and (until is None)) == (microbatch is None):
+        raise ConfigurationError("give either --step or --microbatch (or all steps up to one, by --until)")
+    if out is not None and out.suffix not in (".parquet", ".json"):
+        raise ConfigurationError(f"--out {out}: the name must end in .parquet or .json")
+    if until is not None and (step or 0) >= until:
+        raise ConfigurationError(f"--until {until} must be above --step {step}")
+    if balance is not None and microbatch is not None:
+        raise ConfigurationError("--balance applies to the microbatches of a step: give --step, not --microbatch")
+    run, notes = open_run(source, options, by_step=microbatch is None, balance=balance, window=balance_window)
+    from energon_bridge.core.order.topology import first_microbatch
+    from energon_bridge.tools.forecast.samples import assumption, name_microbatch, name_steps
+
+    if microbatch is None and rank is not None and rank >= run.world_size:
+        raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {run.world_size}")
+    steps: Sequence[int] = range(step or 0, until) if until is not None else [step or 0]
+
+    def named() -> Iterator[tuple[int | None, NamedMicrobatch]]:
+        if microbatch is not None:
+            yield None, name_microbatch(run, microbatch)
+            return
+        for number, some in zip(steps, name_steps(run, steps), strict=True):
+            yield from ((number, one) for one in some if rank is None or one.rank == rank)
+
+    if out is not None:
+        rows = _write(out, ({"step": number} | values for number, one in named() for values in _flat(_plain(one, row))))
+        click.echo(f"{count_of(rows, 'sample')} in {out}")
+        chosen = []
+    else:
+        chosen = list(named())
+    ends = [one.microbatch for _, one in chosen if one.microbatch is not None]
+    if out is not None and microbatch is None:
+        lanes, ranks = run.num_lanes, run.world_size
+        turns = (steps[0] * run.per_step, (steps[-1] + 1) * run.per_step - 1)
+        ends = [first_microbatch(turn, num_lanes=lanes, world_size=ranks) for turn in turns]
+    # Answers before and after a state rest on different assumptions.
+    notes[:0] = dict.fromkeys(assumption(run, m) for m in ((min(ends), max(ends)) if ends else (microbatch or 0,)))
+    microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in chosen]
+    if as_json and out is None:
+        print_json({"step": step, "assumption": notes[0], "microbatches": microbatches})
+        return
+    if out is None:
+        _print(microbatches, masked=sorted({one.rank for _, one in chosen if one.microbatch is None}))
+    for note in notes:
+        click.echo(note)
+
+
+def _flat(microbatch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each sample of a microbatch."""
+    of_all = {name: microbatch.get(name) for name in ("rank", "microbatch", "lane")}
+    for sample in microbatch["samples"]:
+        key = ":".join(map(str, sample["restore_key"]))
+        rest = {name: value for name, value in sample.items() if name not in ("row", "path", "restore_key")}
+        yield of_all | {"row": sample["row"], "dataset": sample["path"]} | rest | {"restore_key": key}
+
+
+def _write(out: Path, rows: Iterator[dict[str, Any]]) -> int:
+    """Write rows to a file, atomically; return how many there are."""
+    partial = out.with_name(f".{out.name}.partial")
+    count = 0
+    try:
+        with _writer(partial, out.suffix) as write:
+            while some := list(islice(rows, _AT_A_TIME)):
+                write(some)
+                count += len(some)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+@contextmanager
+def _writer(path: Path, kind: str) -> Iterator[Any]:
+    """Yield a function that appends rows: to a JSON list, one per line, or to a parquet file."""
+    if kind == ".json":
+        with path.open("w", encoding="utf-8") as file:
+            begin = "[\n"
+
+            def write_lines(rows: Iterable[dict[str, Any]]) -> None:
+                nonlocal begin
+                for values in rows:
+                    file.write(begin + json.dumps(values, ensure_ascii=False))
+                    begin = ",\n"
+
+            yield write_lines
+            file.write("\n]\n" if begin == ",\n" else "[]\n")
+        return
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigurationError("--out FILE.parquet needs pyarrow: pip install energon-bridge[parquet]") from error
+    numbers = ("step", "rank", "microbatch", "lane", "row", "shard_index", "index", "epoch")
+    kinds = dict.fromkeys(numbers, pyarrow.int64()) | {"excluded": pyarrow.bool_()}
+    order = ("step", "rank", "microbatch", "lane", "row", "dataset", "split_part", "shard", "shard_index", "index")
+    names = (*order, "epoch", "key", "excluded", "restore_key")
+    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in names])
+    with parquet.ParquetWriter(path, schema) as writer:
+        yield lambda rows: writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+
+
+def _plain(microbatch: Any, row: int | None) -> dict[str, Any]:
+    values = asdict(microbatch)
+    if values["rank"] < 0:
+        del values["rank"]
+    values["samples"] = [sample for sample in values["samples"] if row is None or sample["row"] == row]
+    return values
+
+
+def _print(microbatches: Sequence[dict[str, Any]], masked: Sequence[int]) -> None:
+    print_table(
+        ("dataset", "shard", "key", "in shard", "epoch", "rank", "microbatch", "lane", "row", "restore key"),
+        [
+            (
+                f"{sample['path']} [{sample['split_part']}]",
+                sample["shard"],
+                ("-" if sample["key"] is None else sample["key"]) + (" (excluded)" if sample["excluded"] else ""),
+                str(sample["shard_index"]),
+                str(sample["epoch"]),
+                str(one.get("rank", "-")),
+                str(one["microbatch"]),
+                "-" if one["lane"] is None else str(one["lane"]),
+                str(sample["row"]),
+                ":".join(map(str, sample["restore_key"])),
+            )
+            for one in microbatches
+            for sample in one["samples"]
+        ],
+        left=3,
+    )
+    if masked:
+        click.echo(f"Masked, with rows of an earlier microbatch: rank {', '.join(map(str, masked))}.")

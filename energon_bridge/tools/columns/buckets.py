@@ -1,0 +1,351 @@
+"""Buckets: a run whose global batches each come from one group of samples, such as images of one size.
+
+Every leaf of the mix is cut into one leaf for each bucket that it has samples of (`cut_into_buckets`). Microbatch m of
+*every* lane comes from the same bucket, a function of m alone; a global batch is a lap over the lanes, or part of
+one, so all ranks of all its steps have one bucket, on any number of ranks. Of a lap, a bucket of N samples in
+microbatches of r gets `N / r` divided by the sum over all buckets, in the order of a weighted mix of one lane. So
+buckets are mixed all along in proportion to their samples, and each stays within a few global batches of its share.
+
+Within a bucket a lane draws as in a run that has only this bucket: its draws there are counted by themselves, from
+leaf to leaf and from epoch to epoch. So nothing is dropped at the end of an epoch: the microbatch goes on with the
+next one.
+
+A bucket is *spent* when all its samples that have a weight are banned. The laps that fall to spent buckets go to the
+others, in proportion to theirs: the k-th of them to the bucket that has lap k of a mix of the others alone. No other
+lap moves. Which buckets are spent follows from the bans, which with buckets hold for the whole run, so it is still a
+function of m. Where all are spent, nothing is left to go to, and the rule does not apply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.format.foreign import ForeignDataset
+from energon_bridge.core.mix import Mix, WeightSchedule
+from energon_bridge.core.mix.leaves import OpenLeaf, number_leaves
+from energon_bridge.core.mix.weights import GivenWeights
+from energon_bridge.core.order.blend import WeightedBlend
+from energon_bridge.core.order.changes import LeafWeights
+from energon_bridge.core.order.leaf import Memo
+from energon_bridge.core.order.rng import IntArray, fold
+from energon_bridge.core.samples.showing import counted
+from energon_bridge.core.worker_config import WorkerConfig
+from energon_bridge.tools.columns.columns import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
+from energon_bridge.tools.columns.expression import column_names, values_of_samples
+
+_BUCKETS, _LEAVES, _SPENT = 8, 9, 10
+_TURNS = 4096
+"""Microbatches whose buckets are looked up at once: counting those before is slow where there are many buckets."""
+_MOST_BUCKETS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The buckets of a run.
+
+    Attributes:
+        group_by: The expressions of columns whose values are the names.
+        names: Of each bucket, such as `1152x896`.
+        rows: Samples in a microbatch of each.
+        samples: Samples of each.
+        of_leaf: The bucket of each leaf, by identity.
+    """
+
+    group_by: tuple[str, ...]
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    samples: tuple[int, ...]
+    of_leaf: Mapping[str, int]
+
+    def smaller(self, microbatches: int) -> tuple[str, ...]:
+        """Return what to say of the buckets that have fewer samples than so many microbatches."""
+        buckets = zip(self.names, self.rows, self.samples, strict=True)
+        return tuple(
+            f"bucket {name} has {counted(samples, 'sample')}, fewer than the {rows * microbatches:,} of a global batch"
+            for name, rows, samples in buckets
+            if samples < rows * microbatches
+        )
+
+    def rows_of(self, leaf: OpenLeaf) -> int:
+        """Return the samples in a microbatch of a leaf's bucket."""
+        return self.rows[self.of_leaf[leaf.identity]]
+
+    @property
+    def batches(self) -> Fraction:
+        """The microbatches in an epoch of all buckets."""
+        return sum((Fraction(n, rows) for n, rows in zip(self.samples, self.rows, strict=True)), Fraction(0))
+
+    def recorded(self) -> list[str]:
+        """Return what the order depends on, as states record it."""
+        return [f"{name}: {rows}" for name, rows in zip(self.names, self.rows, strict=True)]
+
+    def num_lanes(self, config: WorkerConfig, lanes: int | None) -> int:
+        """Return L: a lap over the lanes is a global batch, or several of one bucket."""
+        group = config.microbatches_per_global_batch
+        lanes = lanes or group or config.dp_size
+        if group is not None and lanes % group:
+            raise ConfigurationError(
+                f"group_by: {lanes} lanes are no multiple of the {group} microbatches of a global batch, so some "
+                "global batches would have two buckets: keep the global batch that the run began with, or leave out "
+                "num_lanes"
+            )
+        return lanes
+
+    def blend(self, leaves: Sequence[OpenLeaf], num_lanes: int, key: int) -> BucketBlend:
+        """Return the order of the buckets for some lanes, and of their leaves, given in the order of the counters."""
+        total = sum(leaf.share for leaf in leaves)
+        return BucketBlend(
+            names=self.names,
+            rows=self.rows,
+            of_leaf=tuple(self.of_leaf[leaf.identity] for leaf in leaves),
+            weights=tuple(leaf.share / total for leaf in leaves),
+            num_lanes=num_lanes,
+            key=key,
+        )
+
+
+def cut_into_buckets(
+    mix: Mix,
+    leaves: Sequence[OpenLeaf],
+    group_by: Sequence[str],
+    batch_size: int,
+    sizes: str | Mapping[str, int] | None,
+    *,
+    endless: bool,
+    turns: bool | None = None,
+) -> tuple[tuple[OpenLeaf, ...], Buckets]:
+    """Return a leaf for each bucket of each leaf, and the buckets.
+
+    Args:
+        group_by: Expressions of columns; samples for which all give the same are a bucket.
+        batch_size: Samples in a microbatch, where `sizes` does not say it.
+        sizes: Samples in a microbatch of each bucket: by its name, or an expression of columns, of whose values in the
+            bucket the least counts.
+        turns: Whether the decoder turns images as EXIF says; None: unknown.
+
+    Raises:
+        ConfigurationError, MetadataError: An expression is wrong, there are too many buckets, or the mix cannot have
+            any.
+    """
+    if mix.unit or mix.is_scheduled or mix.mode not in ("single", "weights") or not endless:
+        mixed = "schedules" if mix.is_scheduled else f"`unit: {mix.unit}`" if mix.unit else f"mode {mix.mode!r}"
+        raise ConfigurationError(
+            "group_by is for endless training on one dataset, or on a blend whose weights are constant shares of "
+            f"samples, but here is {mixed if endless else 'repeat=False'}"
+        )
+    found: dict[str, list[tuple[OpenLeaf, np.ndarray]]] = {}
+    rows: dict[str, int] = {}
+    for leaf in _with_shares(mix, leaves):
+        own = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
+        _check_turned(leaf, [*group_by, *([sizes] if isinstance(sizes, str) else [])], turns)
+        number, names = np.zeros(own.size, dtype=np.int64), [""]
+        for text in group_by:
+            values, places = np.unique(values_of_samples(leaf.dataset, text, own), return_inverse=True)
+            number, names = (
+                number * values.size + places,
+                [f"{name}x{value}".removeprefix("x") for name in names for value in map(_name, values.tolist())],
+            )
+        if isinstance(sizes, str):
+            wanted = np.floor(values_of_samples(leaf.dataset, sizes, own).astype(np.float64))
+        else:
+            wanted = np.full(own.size, batch_size)
+        for one in np.unique(number).tolist():
+            here, name = number == one, names[one]
+            found.setdefault(name, []).append((leaf, own[here]))
+            rows[name] = min(rows.get(name, 1 << 30), int(wanted[here].min()))
+        if len(found) > _MOST_BUCKETS:
+            raise ConfigurationError(
+                f"group_by={[*group_by]} gives more than {_MOST_BUCKETS} buckets ({', '.join([*found][:3])}, …): round "
+                "the values, as in `width // 64` or `aspect_width(width, height, 1048576, 64)`"
+            )
+    if isinstance(sizes, Mapping):
+        if unknown := sorted(sizes.keys() - found.keys()):
+            raise ConfigurationError(
+                f"bucket_batch_size names no bucket with {', '.join(unknown[:5])}. Buckets: {', '.join(sorted(found))}"
+            )
+        rows |= sizes
+    order = sorted(found, key=lambda name: [(len(part), part) for part in name.split("x")])
+    for name in order:
+        if type(rows[name]) is not int or not 1 <= rows[name] < 1 << 30:
+            raise ConfigurationError(f"bucket {name}: a microbatch has {rows[name]!r} samples, expected at least 1")
+    parts = [(bucket, leaf, numbers) for bucket, name in enumerate(order) for leaf, numbers in found[name]]
+    # Parts of two leaves may have the same samples.
+    cut = number_leaves([_part(leaf, numbers, order[bucket]) for bucket, leaf, numbers in parts])
+    return cut, Buckets(
+        group_by=tuple(group_by),
+        names=tuple(order),
+        rows=tuple(rows[name] for name in order),
+        samples=tuple(sum(numbers.size for _, numbers in found[name]) for name in order),
+        of_leaf={leaf.identity: bucket for leaf, (bucket, _, _) in zip(cut, parts, strict=True)},
+    )
+
+
+def _check_turned(leaf: OpenLeaf, texts: Iterable[str], turns: bool | None) -> None:
+    """Raise ConfigurationError if sizes of images are not those that the decoder gives them."""
+    if turns is None or not isinstance(leaf.dataset, PreparedDataset) or isinstance(leaf.dataset, ForeignDataset):
+        return
+    path, known = leaf.dataset.path, read_columns(leaf.dataset.store)
+    named = {name for text in texts for name in column_names(text)}
+    for name in sorted({"width", "height"} & named & known.keys()):
+        made_of = known[name].made_of.partition(", else ")[0]
+        if made_of in (_TURNED if not turns else _AS_THEY_LIE):
+            there, does = ("as they lie in their files", "turns") if turns else ("turned", "does not turn")
+            raise ConfigurationError(
+                f"{path}: the column {name!r} has sizes of images {there}, but the decoder {does} them as their EXIF "
+                f"says (autorotate={turns}), so a bucket would have several shapes. Make the column again: energon "
+                f"columns add {path} --image-size{' --autorotate' * turns}"
+            )
+
+
+_AS_THEY_LIE = (SIZE_MADE_OF, "energon_bridge.tools.columns.making.image_size")
+_TURNED = (TURNED_SIZE_MADE_OF, "energon_bridge.tools.columns.making.turned_image_size")
+
+
+def _part(leaf: OpenLeaf, numbers: np.ndarray, name: str) -> OpenLeaf:
+    small = np.int32 if leaf.stop <= np.iinfo(np.int32).max else np.int64
+    return dataclasses.replace(
+        leaf,
+        occurrence=0,
+        filter=f"{leaf.filter}, bucket {name}".removeprefix(", "),
+        kept=numbers.astype(small),
+        share=leaf.share * Fraction(numbers.size, leaf.num_samples),
+    )
+
+
+def _name(value: object) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _with_shares(mix: Mix, leaves: Sequence[OpenLeaf]) -> list[OpenLeaf]:
+    """Return leaves with their own weights: those of a group divided by numbers of samples."""
+    groups = Counter[int | None]()
+    for entry, leaf in zip(mix.leaves, leaves, strict=True):
+        groups[entry.size_group] += leaf.num_samples
+    parts = [
+        Fraction(1) if entry.size_group is None else Fraction(leaf.num_samples, groups[entry.size_group])
+        for entry, leaf in zip(mix.leaves, leaves, strict=True)
+    ]
+    return [dataclasses.replace(leaf, share=leaf.share * part) for leaf, part in zip(leaves, parts, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketBlend:
+    """Says which bucket a microbatch comes from, and of a bucket which leaf a draw comes from.
+
+    Args:
+        names: Of the buckets.
+        rows: Samples in a microbatch of each bucket.
+        of_leaf: The bucket of each leaf.
+        weights: The weight of each leaf among all, as a share of samples; they add up to 1.
+        num_lanes: L.
+        key: Key of the run.
+        gone: The leaves of which every sample is banned.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    of_leaf: tuple[int, ...]
+    weights: tuple[Fraction, ...]
+    num_lanes: int
+    key: int
+    gone: frozenset[int] = frozenset()
+
+    def without(self, gone: frozenset[int]) -> BucketBlend:
+        """Return the order where every sample of exactly these leaves is banned."""
+        return dataclasses.replace(self, gone=gone)
+
+    def bucket(self, microbatch: int) -> int:
+        """Return the bucket of a lane's microbatch, for any lane."""
+        return self._turns[microbatch // _TURNS][microbatch % _TURNS]
+
+    @cached_property
+    def _turns(self) -> Memo[int, list[int]]:
+        """The buckets of microbatches, `_TURNS` of them at once."""
+        return Memo(self._next_turns, 4)
+
+    def _next_turns(self, number: int) -> list[int]:
+        buckets = self._laps.leaves(0, number * _TURNS, _TURNS)
+        if self._instead is not None:
+            is_spent = np.zeros(len(self.rows), dtype=np.bool_)
+            is_spent[self._spent] = True
+            moved = is_spent[buckets]
+            before = int(self._laps.counts(0, number * _TURNS)[self._spent].sum())
+            buckets[moved] = self._instead.leaves(0, before, int(moved.sum()))
+        return buckets.tolist()
+
+    def microbatches(self, microbatch: int) -> IntArray:
+        """Return how many of a lane's microbatches before one come from each bucket, shape (buckets,)."""
+        counts = self._laps.counts(0, microbatch)
+        if self._instead is not None:
+            before = int(counts[self._spent].sum())
+            counts[self._spent] = 0
+            counts += self._instead.counts(0, before)
+        return counts
+
+    def draws_in(self, bucket: int, leaf_draws: Sequence[int]) -> int:
+        """Return a lane's draws in a bucket, from those in all leaves."""
+        return sum(count for count, of in zip(leaf_draws, self.of_leaf, strict=True) if of == bucket)
+
+    def leaf_draws(self, lane: int, microbatch: int) -> list[int]:
+        """Return a lane's draws of each leaf before a microbatch."""
+        draws = (self.microbatches(microbatch) * np.array(self.rows)).tolist()
+        total = np.zeros(len(self.of_leaf), dtype=np.int64)
+        for blend, draw in zip(self.blends, draws, strict=True):
+            total += blend.counts(lane, draw) if draw else 0
+        return total.tolist()
+
+    @cached_property
+    def blends(self) -> tuple[WeightedBlend, ...]:
+        """For each bucket: which leaf, of all leaves, a draw in it comes from."""
+        found, schedules = [], [WeightSchedule.constant(weight) for weight in self.weights]
+        for bucket in range(len(self.rows)):
+            own = [one if of == bucket else _NEVER for one, of in zip(schedules, self.of_leaf, strict=True)]
+            key = fold(self.key, _LEAVES, bucket)
+            found.append(WeightedBlend(parts=_constant(own), num_lanes=self.num_lanes, key=key))
+        return tuple(found)
+
+    @cached_property
+    def _shares(self) -> list[Fraction]:
+        """The shares of the buckets in the laps."""
+        shares = [Fraction(0)] * len(self.rows)
+        for weight, bucket in zip(self.weights, self.of_leaf, strict=True):
+            shares[bucket] += weight / self.rows[bucket]
+        return shares
+
+    @cached_property
+    def _laps(self) -> WeightedBlend:
+        return self._mix(self._shares, _BUCKETS)
+
+    @cached_property
+    def _spent(self) -> list[int]:
+        """The buckets of which all samples that have a weight are banned."""
+        leaves = enumerate(zip(self.weights, self.of_leaf, strict=True))
+        left = {bucket for leaf, (weight, bucket) in leaves if weight and leaf not in self.gone}
+        return [bucket for bucket, share in enumerate(self._shares) if share and bucket not in left]
+
+    @cached_property
+    def _instead(self) -> WeightedBlend | None:
+        """The buckets of the laps that fall to spent ones; None: no bucket is spent, or all are."""
+        left = [Fraction(0) if bucket in self._spent else share for bucket, share in enumerate(self._shares)]
+        return self._mix(left, _SPENT) if self._spent and any(left) else None
+
+    def _mix(self, shares: Sequence[Fraction], domain: int) -> WeightedBlend:
+        parts = _constant(map(WeightSchedule.constant, shares))
+        return WeightedBlend(parts=parts, num_lanes=1, key=fold(self.key, domain))
+
+
+_NEVER = WeightSchedule.constant(Fraction(0))
+"""Of the leaves in other buckets: one for all, since there are as many of them as buckets times leaves."""
+
+
+def _constant(schedules: Iterable[WeightSchedule]) -> tuple[tuple[int, LeafWeights]]:
+    return ((0, GivenWeights(schedules=tuple(schedules))),)

@@ -1,0 +1,475 @@
+"""Expressions such as `aesthetic > 5 and language in ["en", "de"]`, over arrays with one entry per sample.
+
+Filters keep the samples for which one is true; costs of balance are the numbers that one gives.
+
+A subset of Python's grammar: column names, numbers, strings, True and False, comparisons (chained ones too), `in` and
+`not in` a literal list, `and`, `or`, `not`, + - * / // %, parentheses and the functions at the end (tiers). Nothing is
+executed: the syntax tree is walked, so an expression from a file is data. NaN compares false, except with `!=`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial, reduce
+from typing import Any, NoReturn
+
+import numpy as np
+
+from energon_bridge.core.errors import ConfigurationError, EmptyDatasetError, MetadataError, did_you_mean
+from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.format.foreign import ForeignDataset
+from energon_bridge.core.format.join import JoinedDataset
+from energon_bridge.core.format.jsonl import JsonlDataset
+from energon_bridge.tools.columns.columns import column_of, read_columns
+
+_MOST_CHARACTERS = 4000
+_LARGEST = 2.0**62
+_COMPARISONS: dict[type[ast.cmpop], Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_ARITHMETIC: dict[type[ast.operator], Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def column_names(text: str) -> tuple[str, ...]:
+    """Return the columns that an expression names, sorted; raises ConfigurationError if it cannot be parsed."""
+    nodes = [*ast.walk(_parse(text))]
+    functions = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return tuple(sorted({node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in functions}))
+
+
+def checked_expression(text: str) -> str:
+    """Return an expression without spaces around it; raises ConfigurationError if it cannot be parsed."""
+    _parse(text)
+    return text.strip()
+
+
+def all_of(texts: Sequence[str]) -> str:
+    """Return one expression that holds if all of them do; empty if there are none."""
+    distinct = list(dict.fromkeys(text.strip() for text in texts))
+    return distinct[0] if len(distinct) == 1 else " and ".join(f"({text})" for text in distinct)
+
+
+def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
+    """Return which samples an expression keeps: bool, shape (num_samples,).
+
+    Columns have shape (num_samples,) and hold bools, integers, floats or strings. Raises ConfigurationError.
+    """
+    kept = _value(text, columns)
+    if kept.dtype.kind != "b":
+        raise ConfigurationError(
+            f"filter {text!r}: gives {_kind(kept)}, expected true or false. Add a comparison, as in `{text.strip()} > "
+            "0`."
+        )
+    return np.array(np.broadcast_to(kept, (num_samples,)))
+
+
+def evaluate_number(
+    text: str, columns: Mapping[str, np.ndarray], *, num_samples: int, samples: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the number that an expression, such as `width * height / 196`, gives for each sample, as floats.
+
+    Shapes are those of `evaluate`; `samples` are their numbers, for errors. Raises ConfigurationError, also for a
+    negative or infinite number.
+    """
+    value = _value(text, columns)
+    if value.dtype.kind not in "bif":
+        raise ConfigurationError(f"expression {text!r}: gives {_kind(value)}, expected numbers.")
+    numbers = np.array(np.broadcast_to(value, (num_samples,)), dtype=np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(numbers) & (numbers >= 0)))
+    if wrong.size:
+        number = wrong[0] if samples is None else samples[wrong[0]]
+        raise ConfigurationError(
+            f"expression {text!r}: gives {numbers[wrong[0]]} for sample {number}, expected a number of at least 0."
+        )
+    return numbers
+
+
+def evaluate_value(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
+    """Return the number or text that an expression gives for each sample; raises ConfigurationError, also for NaN."""
+    value = _value(text, columns)
+    if value.dtype.kind == "f" and not np.isfinite(value).all():
+        raise ConfigurationError(f"expression {text!r}: gives NaN or infinity for some samples.")
+    return np.broadcast_to(value, (num_samples,))
+
+
+def _value(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN compare as Python's do
+            return _Evaluation(text, columns).value(_parse(text))
+    except RecursionError:
+        raise ConfigurationError(
+            f"expression {text[:60]!r}...: nested too deeply. Use fewer parentheses and `not`s, or compute a column "
+            "instead."
+        ) from None
+
+
+def _parse(text: str) -> ast.expr:
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigurationError(
+            f"expression {text[:60]!r}...: has {len(text)} characters, expected at most {_MOST_CHARACTERS}. "
+            f"Compute a column instead."
+        )
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigurationError(
+            f"expression {text!r}: cannot be parsed: {error}. Write one like `aesthetic > 5 and tokens < 4096`."
+        ) from None
+
+
+class _Evaluation:
+    def __init__(self, text: str, columns: Mapping[str, np.ndarray]) -> None:
+        self._text = text
+        self._columns = columns
+
+    def value(self, node: ast.expr) -> np.ndarray:
+        match node:
+            case ast.Name(id=name):
+                return self._column(name)
+            case ast.Constant(value=bool() | int() | float() | str() as constant):
+                value = np.asarray(constant)
+                return value if value.dtype.kind in "bifU" else self._refuse(node, "is too large a number")
+            case ast.BoolOp(op=op, values=values):
+                return reduce(partial(self._joined, op), values[1:], self._truth(values[0]))
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return np.logical_not(self._truth(operand))
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+                number = self._number(operand)
+                return np.negative(number) if isinstance(sign, ast.USub) else number
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return self._arithmetic(node, left, op, right)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+                return self._called(node, name, [self._number(part) for part in args])
+            case ast.Compare(left=left, ops=ops, comparators=rights):
+                kept: np.ndarray = np.asarray(True)
+                for comparison, right in zip(ops, rights, strict=True):
+                    kept = np.logical_and(kept, self._compare(left, comparison, right))
+                    left = right
+                return kept
+        return self._refuse(node, "is not allowed")
+
+    def _joined(self, op: ast.boolop, known: np.ndarray, node: ast.expr) -> np.ndarray:
+        """Return `known and node` or `known or node`, of which, as in Python, only undecided samples need the second.
+
+        So `width > 0 and height / width < 2` never divides by 0.
+        """
+        undecided = known if isinstance(op, ast.And) else np.logical_not(known)
+        columns = {name: one for name, one in self._columns.items() if one.size}
+        rest = {name: one[np.broadcast_to(undecided, one.shape)] for name, one in columns.items()}
+        value = _Evaluation(self._text, {**self._columns, **rest})._truth(node)
+        if known.ndim == 0:
+            return value if undecided else known
+        joined = known.copy()
+        joined[undecided] = value
+        return joined
+
+    def _column(self, name: str) -> np.ndarray:
+        if name in self._columns:
+            return self._columns[name]
+        known = ", ".join(sorted(self._columns)) or "none"
+        raise ConfigurationError(
+            f"expression {self._text!r}: no column {name!r}.{did_you_mean(name, self._columns)} Columns: {known}."
+        )
+
+    def _truth(self, node: ast.expr) -> np.ndarray:
+        value = self.value(node)
+        return value if value.dtype.kind == "b" else self._refuse(node, f"is {_kind(value)}, expected true or false")
+
+    def _number(self, node: ast.expr) -> np.ndarray:
+        value = self.value(node)
+        if value.dtype.kind not in "bif":
+            self._refuse(node, f"is {_kind(value)}, expected a number")
+        return value.astype(np.int64) if value.dtype.kind == "b" else value
+
+    def _arithmetic(self, node: ast.expr, left: ast.expr, op: ast.operator, right: ast.expr) -> np.ndarray:
+        first, second = self._number(left), self._number(right)
+        if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and bool(np.any(second == 0)):
+            self._refuse(right, "is a divisor that is 0 for some samples")
+        integers = first.dtype.kind == "i" and second.dtype.kind == "i"
+        if integers and not isinstance(op, ast.Div):  # numpy's integers wrap around silently
+            size = _ARITHMETIC[type(op)] if isinstance(op, ast.Mult) else operator.add
+            if float(size(_magnitude(first), _magnitude(second))) > _LARGEST:
+                self._refuse(node, "exceeds 64 bits for some samples")
+        return np.asarray(_ARITHMETIC[type(op)](first, second))
+
+    def _called(self, node: ast.expr, name: str, values: list[np.ndarray]) -> np.ndarray:
+        try:
+            return FUNCTIONS[name](*values)
+        except (TypeError, ValueError) as error:
+            return self._refuse(node, f"cannot be computed: {error}")
+
+    def _compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> np.ndarray:
+        if isinstance(op, ast.In | ast.NotIn):
+            if not isinstance(right, ast.List | ast.Tuple):
+                self._refuse(right, "is not a list: write one after `in`, as in `language in ['en', 'de']`")
+            is_in: np.ndarray = np.asarray(False)
+            for item in right.elts:
+                is_in = np.logical_or(is_in, self._compare(left, ast.Eq(), item))
+            return is_in if isinstance(op, ast.In) else np.logical_not(is_in)
+        if type(op) not in _COMPARISONS:
+            self._refuse(right, "is compared with `is`: use == or !=")
+        first, second = self.value(left), self.value(right)
+        if (first.dtype.kind == "U") != (second.dtype.kind == "U"):
+            self._refuse(right, f"is {_kind(second)}, compared with {_kind(first)}")
+        return np.asarray(_COMPARISONS[type(op)](first, second))
+
+    def _refuse(self, node: ast.expr, why: str) -> NoReturn:
+        raise ConfigurationError(
+            f"expression {self._text!r}: `{ast.unparse(node)}` {why}. Use columns, numbers, strings, comparisons, "
+            f"`in` with a list, and, or, not, + - * / // %, and {', '.join(FUNCTIONS)}."
+        )
+
+
+def _magnitude(value: np.ndarray) -> np.ndarray:
+    return np.asarray(np.abs(value.astype(np.float64)).max(initial=0.0))
+
+
+def _kind(value: np.ndarray) -> str:
+    return {"b": "true or false", "i": "a number", "f": "a number", "U": "a string"}.get(value.dtype.kind, "no number")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Expressions over the columns of datasets filter, weigh and group samples: what the core asks for by the registry.
+
+
+_REMEDIES = {
+    "tokens": "--processor MODEL (or --encoder MODULE:ENCODER)",
+    "bytes": "--bytes",
+    "sound_seconds": "--sound-seconds",
+    "width": "--image-size",
+    "height": "--image-size",
+}
+"""What makes a column, by its name."""
+
+
+def kept_samples(
+    dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str
+) -> np.ndarray:
+    """Return the numbers of the samples in [start, stop) that a filter keeps, ascending, int32 or int64.
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
+    that can have none, and EmptyDatasetError if nothing is kept.
+    """
+    numbers = start + np.flatnonzero(
+        _evaluated(evaluate, dataset, text, slice(start, stop), where=where, use="filtered")
+    )
+    if not numbers.size:
+        raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
+    return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
+
+
+def numbers_of_samples(
+    dataset: PreparedDataset | JoinedDataset,
+    text: str,
+    *,
+    where: str,
+    samples: np.ndarray | None = None,
+    use: str = "balanced by them",
+    counts: bool = False,
+) -> np.ndarray:
+    """Return the number that an expression of columns gives for each sample, floats of shape (dataset.num_samples,).
+
+    `samples` are the numbers of those that matter (default: all); others, which a filter or subset leaves out, get 0,
+    and the expression may be undefined for them. `use` and `counts` (the weights of a blend are shares of it) are for
+    the errors.
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
+    that can have none.
+    """
+    chosen = slice(None) if samples is None else samples
+    numbers = np.zeros(dataset.num_samples)
+    evaluated = partial(evaluate_number, samples=samples)
+    numbers[chosen] = _evaluated(evaluated, dataset, text, chosen, where=where, use=use, counts=counts)
+    return numbers
+
+
+def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str, samples: np.ndarray) -> np.ndarray:
+    """Return what an expression of columns gives for samples, by their numbers: numbers or texts, of the same shape.
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
+    """
+    return _evaluated(evaluate_value, dataset, text, samples, where=dataset.path, use="grouped by them")
+
+
+def _evaluated(
+    how: Callable[..., np.ndarray],
+    dataset: PreparedDataset | JoinedDataset,
+    text: str,
+    chosen: slice | np.ndarray,
+    *,
+    where: str,
+    use: str,
+    counts: bool = False,
+) -> np.ndarray:
+    """Return what an expression of columns gives for the chosen samples; `how` is an `evaluate…` function."""
+    if isinstance(dataset, (JoinedDataset, JsonlDataset)):
+        what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
+        raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
+    names, hint = column_names(text), ""
+    columns: dict[str, np.ndarray]
+    if isinstance(dataset, ForeignDataset):
+        known: Mapping[str, object] = dict.fromkeys(dataset.columns)
+        columns = {name: dataset.read_values(name)[chosen] for name in names if name in known}
+    else:
+        known = added = read_columns(dataset.store)
+        columns = {name: column_of(dataset, name, added)[chosen] for name in names if name in added}
+        hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None and (counts or (missing in _REMEDIES and not isinstance(dataset, ForeignDataset))):
+        of_blend = f" The weights of its blend are shares of `{text}`." if counts else ""
+        how_to_add = _REMEDIES.get(missing, f"{missing} --of MODULE:FUNCTION")
+        hint = f"{of_blend} Add it: energon columns add {dataset.path} {how_to_add}"
+    missing_at = _without_value(dataset, columns, is_filter=how is evaluate)
+    columns = {name: np.asarray(values) for name, values in columns.items()}
+    if len(columns) < len(known):  # for the error, which lists them
+        columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
+    try:
+        found = how(text, columns, num_samples=np.arange(dataset.num_samples)[chosen].size)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+    return found if missing_at is None else found & ~missing_at
+
+
+def _without_value(
+    dataset: PreparedDataset, columns: Mapping[str, np.ndarray], *, is_filter: bool
+) -> np.ndarray | None:
+    """Return which samples have no value in one of some columns, None if all have: a filter leaves them out.
+
+    Raises ConfigurationError if it is no filter, but something that needs a value of each sample.
+    """
+    masks = {name: np.ma.getmaskarray(values) for name, values in columns.items() if np.ma.isMaskedArray(values)}
+    masks = {name: mask for name, mask in masks.items() if mask.any()}
+    if not masks:
+        return None
+    if not is_filter:
+        name, mask = next(iter(masks.items()))
+        raise ConfigurationError(
+            f"{dataset.path}: the column {name!r} has no value in {np.count_nonzero(mask)} of {mask.size} rows, so it "
+            "can only be used in a filter, which leaves these out. Write values to all rows."
+        )
+    return np.asarray(np.logical_or.reduce([*masks.values()]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiers of sizes, as recipes of diffusion models have them: functions of expressions, and the same for encoders.
+#
+# *Aspect ratios.* An image goes to the size, of all with sides that are multiples of `step`, whose ratio of sides is
+# nearest to its own, as ratios. The sizes are, for each width, the one with the largest height that does not exceed the
+# area, upright and lying; no side is more than `most` times the other. With area 1024 * 1024 and step 64 these are
+# sizes such as 1024x1024, 1152x896 and 832x1216.
+#
+# *Tiers.* A number goes to the largest of some tiers that is not above it: `tier(frames, 1, 17, 33, 65)`.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AspectTiers:
+    """Sizes of about one area with many ratios of sides, and the expressions that group images by them.
+
+    Examples:
+        >>> tiers = AspectTiers(area=1024 * 1024, step=64)
+        >>> tiers.size_of(4000, 3000)
+        (1152, 896)
+        >>> len(tiers.sizes), tiers.sizes[0]
+        (13, (704, 1408))
+
+    Attributes:
+        area: The most pixels.
+        step: Sides are multiples of it.
+        most: The largest ratio of sides.
+    """
+
+    area: int
+    step: int = 64
+    most: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.step < 1 or self.area < self.step**2 or not self.most >= 1:
+            raise ConfigurationError(
+                f"AspectTiers(area={self.area}, step={self.step}, most={self.most}): expected a step of at least 1, an "
+                "area of at least a square of it, and a ratio of at least 1"
+            )
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """The sizes, (width, height), from the narrowest to the widest."""
+        return _sizes(self.area, self.step, self.most)
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size, (width, height), to which an image of a size goes."""
+        place = int(_places(np.asarray([width]), np.asarray([height]), self.area, self.step, self.most)[0])
+        return self.sizes[place]
+
+    @property
+    def group_by(self) -> tuple[str, str]:
+        """The expressions of `width` and `height` by which images are grouped (`group_by` of `get_train_dataset`)."""
+        rest = f"(width, height, {self.area}, {self.step}, {self.most})"
+        return f"aspect_width{rest}", f"aspect_height{rest}"
+
+
+@functools.cache
+def _sizes(area: int, step: int, most: float) -> tuple[tuple[int, int], ...]:
+    found = set()
+    for width in range(step, area // step + 1, step):
+        height = area // width // step * step
+        if height and max(width, height) <= most * min(width, height):
+            found |= {(width, height), (height, width)}
+    return tuple(sorted(found, key=lambda size: (Fraction(*size), size)))
+
+
+def _places(width: Any, height: Any, area: int, step: int, most: float) -> np.ndarray:
+    """Return the number of the nearest size for each image."""
+    sizes = np.array(_sizes(area, step, most), dtype=np.int64)
+    if not sizes.size:
+        raise ValueError(f"no size with sides of {step} has an area of {area} and a ratio of at most {most}")
+    if (width <= 0).any() or (height <= 0).any():
+        raise ValueError("a width or height is not positive")
+    ratios = sizes[:, 0] / sizes[:, 1]
+    edges = np.sqrt(ratios[:-1] * ratios[1:])  # of neighbours the geometric mean; rounded alike everywhere
+    return np.searchsorted(edges, width / height)
+
+
+def _aspect(side: int) -> Callable[..., np.ndarray]:
+    def aspect(width: Any, height: Any, area: Any, step: Any, most: Any = None) -> np.ndarray:
+        most = np.asarray(2.0) if most is None else most
+        numbers = (area, step, most)
+        if any(number.ndim for number in numbers) or min(area, step) < 1 or not math.isfinite(float(most)):
+            raise ValueError("area, step and ratio must be numbers above 0")
+        sizes = np.array(_sizes(int(area), int(step), float(most)), dtype=np.int64)
+        found: np.ndarray = sizes[_places(width, height, int(area), int(step), float(most)), side]
+        return found
+
+    return aspect
+
+
+def _tier(value: Any, *tiers: Any) -> np.ndarray:
+    if not tiers or any(tier.ndim for tier in tiers):
+        raise ValueError("tier needs a value and some numbers")
+    ordered = np.sort(np.array([tier.item() for tier in tiers]))
+    found: np.ndarray = ordered[np.maximum(np.searchsorted(ordered, value, side="right") - 1, 0)]
+    return found
+
+
+FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "aspect_width": _aspect(0),
+    "aspect_height": _aspect(1),
+    "tier": _tier,
+}
+"""Functions of expressions, of arrays and numbers."""

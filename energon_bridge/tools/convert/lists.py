@@ -1,0 +1,608 @@
+"""Rows of JSON, JSONL, CSV and TSV files: conversations with media, COCO captions, and any table with paths in it.
+
+A JSON file is read as a whole. For a JSONL file, only the offsets of its lines are kept; a line is parsed when its
+sample is due.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.core.errors import SampleError, SourceError
+from energon_bridge.core.format.documents import UTF16, utf16_remedy
+from energon_bridge.core.format.media import kind_by_name
+from energon_bridge.models.conversations.questions import (
+    AnswersAs,
+    answers_as,
+    columns_of,
+    is_metadata,
+    options_of,
+    short_text,
+    template_columns,
+    texts_in,
+    unknown_texts,
+)
+from energon_bridge.models.conversations.segments import OPTIONS
+from energon_bridge.models.conversations.turns import (
+    BESIDE_PAIRS,
+    CONVERSATIONS,
+    KNOWN_BESIDE,
+    find_pair,
+    has_preferences,
+)
+from energon_bridge.tools.convert.conversations import (
+    as_files,
+    as_source,
+    conversation_row,
+    file_columns,
+    is_conversation,
+    known_form,
+    learnable,
+    media_columns,
+    only_preferred,
+)
+from energon_bridge.tools.convert.rows import (
+    LOOKED_AT,
+    RAW,
+    Blob,
+    Content,
+    Layout,
+    Row,
+    RowSample,
+    first_rows,
+    is_media_column,
+    is_media_path,
+    lay_out,
+    located,
+    media_file,
+    shown,
+)
+
+
+class TableSource:
+    """Entries by number, each a mapping of columns; columns with media paths become files."""
+
+    split_parts: tuple[tuple[str, int], ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, entries: ListedEntries | LineEntries, media: Path | None, kind: str) -> None:
+        self.kind = kind
+        self.where = str(path)
+        self.entries = entries
+        self._media = (path.parent if media is None else media).absolute()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def row(self, number: int) -> Row:
+        return self._row(*self.entries.entry(number))
+
+    def _row(self, entry: Mapping[str, Any], where: str) -> Row:
+        with located(where):
+            entry = known_form(entry)
+            if any(name in entry for name in CONVERSATIONS):
+                return conversation_row(entry, where, self._media)
+            values, files = dict(entry), {}
+            for column in media_columns(entry, self._columns):
+                value = values.pop(column, None)
+                if value is not None and value != "":
+                    files[column] = as_files(value, self._media, column)
+            return Row(where=where, values=values, files=files)
+
+    def sample(self, number: int, layout: Layout) -> RowSample:
+        """Return a sample to be read; raises SkipSample for one that is not preferred."""
+        entry, where = self.entries.entry(number)
+        with located(where):
+            kept, rejected = only_preferred(entry, layout)
+            sample = lay_out(learnable(self._row(kept, where), layout, self._is_chat), layout, number)
+            return replace(sample, num_rejected=rejected) if rejected else sample
+
+    def propose(self) -> Layout:
+        """Propose a layout from the first rows."""
+        return propose_layout(first_rows(self))
+
+    @cached_property
+    def _is_chat(self) -> bool:
+        return any(is_conversation(row.values) for row in first_rows(self))
+
+    @cached_property
+    def _columns(self) -> tuple[str, ...]:
+        """Return the columns with media, judging by the first entries."""
+        first: list[Mapping[str, Any]] = []
+        for number in range(min(LOOKED_AT, len(self))):
+            with suppress(SourceError):
+                first.append(self.entries.entry(number)[0])
+        return file_columns(first, self._media, self.where)
+
+
+def _checked(entry: Any, where: str) -> tuple[Mapping[str, Any], str]:
+    """Return an entry and its place; raises SourceError if it is no object."""
+    if not isinstance(entry, Mapping):
+        raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
+    return entry, where + (f" (id {entry['id']})" if "id" in entry else "")
+
+
+class ListedEntries:
+    """Entries in memory, of malformed ones their error; `unit` and `first` number them in messages."""
+
+    def __init__(self, path: Path, entries: Sequence[Any], *, unit: str = "entry", first: int = 0) -> None:
+        self._path, self._entries, self._unit, self._first = path, entries, unit, first
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
+        """Return an entry and its place in the source; raises SourceError."""
+        entry = self._entries[number]
+        if isinstance(entry, SourceError):
+            raise SourceError(str(entry))
+        return _checked(entry, f"{self._path}, {self._unit} {number + self._first}")
+
+
+class LineEntries:
+    """The lines of a JSONL file, parsed one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            text = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
+            ends = [np.flatnonzero(text[at : at + (1 << 24)] == 10) + at + 1 for at in range(0, size, 1 << 24)]
+            borders = np.concatenate([np.zeros(1, np.int64), *ends])
+            if borders[-1] != size:
+                borders = np.append(borders, size)
+        if remedy := utf16_remedy(bytes(text[:2]), str(path)):
+            raise SourceError(f"{path}: {remedy}")
+        filled = np.flatnonzero(np.diff(borders) > 2)  # `{}` and a line end: anything shorter is not an entry
+        self._starts, self._ends, self._lines = borders[:-1][filled], borders[1:][filled], filled + 1
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
+        """Return an entry and its place in the source; raises SourceError."""
+        start, end = int(self._starts[number]), int(self._ends[number])
+        where = f"{self._path}, line {self._lines[number]}"
+        with self._path.open("rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+        try:
+            entry = json.loads(data, object_pairs_hook=_object)
+        except ValueError as error:
+            raise SourceError(f"{where}: not valid JSON: {error}. Fix the line.") from error
+        return _checked(entry, where)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has {name[:60]!r} twice")
+    return entry
+
+
+def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
+    """Open a .json, .jsonl, .csv or .tsv file; raises SourceError."""
+    suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".ndjson"):
+        return TableSource(path, LineEntries(path), media, "JSON lines")
+    if suffix in (".csv", ".tsv"):
+        return _open_csv(path, media)
+    try:
+        content = json.loads(path.read_bytes(), object_pairs_hook=_object)
+    except ValueError as error:
+        remedy = "Fix it there, or download it again if it is cut off."
+        if isinstance(error, UnicodeDecodeError):
+            remedy = "Write it as UTF-8 (iconv -t UTF-8)."
+        elif "Extra data" in str(error):
+            if _has_lines(path):
+                return TableSource(path, LineEntries(path), media, "JSON lines")
+            remedy = "If it has one object per line, rename it to .jsonl."
+        raise SourceError(f"{path}: not valid JSON: {error}. {remedy}") from error
+    if isinstance(content, Mapping):
+        if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
+            return CocoSource(path, content, media)
+        if "annotations" in content and "images" not in content:
+            raise SourceError(f"{path}: `annotations` without `images`: COCO's list of them names the files. Add it.")
+        lists = [name for name, value in content.items() if isinstance(value, list) and value]
+        if len(lists) != 1:
+            raise SourceError(
+                f"{path}: expected a list of objects, or COCO's `images` and `annotations`, found an object with "
+                f"{', '.join(map(str, content)) or 'nothing'}."
+            )
+        content = content[lists[0]]
+    if not isinstance(content, list):
+        raise SourceError(f"{path}: expected a list of objects, found {str(content)[:60]!r}.")
+    return TableSource(path, ListedEntries(path, content), media, "JSON list")
+
+
+def _has_lines(path: Path) -> bool:
+    """Return whether the first line of a file is an object, as of NeMo's manifests, which are called .json."""
+    with path.open("rb") as file, suppress(ValueError):
+        return isinstance(json.loads(file.readline()), dict)
+    return False
+
+
+def _open_csv(path: Path, media: Path | None) -> TableSource:
+    """Open a .csv or .tsv file, with whichever of the usual separators its header has."""
+    csv.field_size_limit(1 << 30)
+    suffix = path.suffix[1:].lower()
+    try:
+        data = path.read_bytes()
+        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: is not UTF-8: {error}. Write it as such (iconv -t UTF-8).") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise SourceError(
+            f"{path}: has zero bytes. Is it UTF-16? Write it as UTF-8 (iconv -f UTF-16LE -t UTF-8). If not, fix line "
+            f"{line}."
+        )
+    usual = "," if suffix == "csv" else "\t"
+    header = text.lstrip("\r\n")[: 1 << 20]
+    marks = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
+    delimiter = usual if usual in marks or not marks else marks[0]
+    if delimiter != usual and len(marks) > 1:
+        raise SourceError(
+            f"{path}: the header has no {usual!r}, but {' and '.join(map(repr, marks))}. Write the table with "
+            f"{usual!r} between the fields."
+        )
+    kind = suffix.upper() + (f" with {delimiter!r} between fields" if delimiter != usual else "")
+    return TableSource(path, _read_csv(path, text, delimiter), media, kind)
+
+
+def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
+    """Read rows; one that is malformed fails alone. Raises SourceError for a wrong header."""
+    rows = _csv_rows(path, text, delimiter)
+    _, header = next(rows, ("", []))
+    if isinstance(header, SourceError):
+        raise header
+    header = [name.strip() for name in header]
+    twice = [name for name, count in Counter(header).items() if count > 1]
+    if twice:
+        raise SourceError(f"{path}: the header has the column {twice[0]!r} twice. Give one of them another name.")
+    if entry := next((name for name in header if is_media_path(name)), None):
+        raise SourceError(
+            f"{path}: the first line has names of columns, but {entry[:60]!r} names a file. Write a first line with "
+            "names, such as image and caption."
+        )
+    entries: list[dict[str, str] | SourceError] = []
+    for lines, row in rows:
+        if isinstance(row, SourceError):
+            entries.append(row)
+        elif len(row) == len(header):
+            entries.append(dict(zip(header, row, strict=True)))
+        else:
+            which = "more" if len(row) > len(header) else "fewer"
+            columns = f"{len(header)} columns of the header ({', '.join(header)})"
+            entries.append(SourceError(f"{path}, {lines}: has {which} fields than the {columns}."))
+    return ListedEntries(path, entries, unit="row", first=2)
+
+
+def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, list[str] | SourceError]]:
+    """Yield the lines and content of each row that is not blank, or its error; reading goes on with the next line."""
+    reader = csv.reader(io.StringIO(text, ""), delimiter=delimiter, strict=True)
+    while True:
+        first = reader.line_num + 1
+        row: list[str] | SourceError
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            row = SourceError(
+                f"{path}, {_lines(first, reader.line_num)}: cannot be read as {delimiter!r}-separated text: {error}. A "
+                'field with a quote is between quotes, and has the quote twice: "a ""b"" c".'
+            )
+        if row:
+            yield _lines(first, reader.line_num), row
+
+
+def _lines(first: int, last: int) -> str:
+    return f"line {last}" if first >= last else f"lines {first} to {last}"
+
+
+def _stem_key(name: str, media: Path) -> str:
+    below = os.path.relpath(name, media) if os.path.isabs(name) else name
+    return str(Path(below).with_suffix("")).replace(".", "_")
+
+
+_SCALAR = (str, int, float)
+
+
+def _coco_fault(entry: Any, **fields: type | tuple[type, ...]) -> str | None:
+    """Return what is wrong with an entry that needs fields of these types; None: nothing."""
+    if not isinstance(entry, Mapping):
+        return f"expected an object, found {shown(entry)}"
+    wrong = (name for name, kind in fields.items() if not isinstance(entry.get(name), kind))
+    return next((f"`{name}` is {shown(entry[name]) if name in entry else 'missing'}" for name in wrong), None)
+
+
+class CocoSource:
+    """COCO captions: one sample for each image, with all its captions.
+
+    A bad entry of a list is numbered as a sample, too, one that fails: its id is None, its name the error. Ids are
+    compared as texts: some tools write those of `annotations` with quotes.
+    """
+
+    kind = "COCO captions"
+    split_parts: tuple[tuple[str, int], ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, content: Mapping[str, Any], media: Path | None) -> None:
+        self.where = str(path)
+        self._media = (path.parent if media is None else media).absolute()
+        images, annotations = content["images"], content["annotations"]
+        notes = [_coco_fault(one, image_id=_SCALAR, caption=_SCALAR) for one in annotations]
+        faults = [_coco_fault(one, id=_SCALAR, file_name=str) for one in images]
+        for name, some in (("annotations", notes), ("images", faults)):
+            if some and all(some):
+                remedy = "Use captions_*.json; instances_*.json contains boxes."
+                if "`file_name`" in str(some[0]):
+                    remedy = "Download the images, and write the name of its file to each."
+                raise SourceError(f"{path}: not COCO captions: entry 0 of `{name}`: {some[0]}. {remedy}")
+        captions: dict[Any, list[str]] = {}
+        for one in (one for one, fault in zip(annotations, notes, strict=True) if not fault):
+            captions.setdefault(str(one["image_id"]), []).append(one["caption"])
+        listed = [
+            (None, f"{path}, entry {number} of `images`: {fault}.") if fault else (one["id"], one["file_name"])
+            for number, (one, fault) in enumerate(zip(images, faults, strict=True))
+        ]
+        self._images = list(dict.fromkeys(listed))  # one that is listed again is the same image
+        self._captions = captions
+        self._taken = Counter(_stem_key(name, self._media) for image, name in self._images if image is not None)
+        self._files: dict[Any, list[str]] = {str(one["id"]): [] for one in images if not _coco_fault(one, id=_SCALAR)}
+        for image, name in self._images:
+            if image is not None:
+                self._files[str(image)].append(name)
+        if again := len(listed) - len(self._images):
+            self.left_out = (f"{again:,} of {len(listed):,} `images` that list{'s' * (again == 1)} an image again",)
+        if orphans := len(captions.keys() - self._files.keys()):
+            self.left_out += (f"captions of {orphans:,} image{'s' * (orphans > 1)} that `images` does not list",)
+        wrong = ((number, fault) for number, fault in enumerate(notes) if fault)
+        self._images += [(None, f"{path}, entry {number} of `annotations`: {fault}.") for number, fault in wrong]
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def row(self, number: int) -> Row:
+        """Return an image and its captions."""
+        image, name = self._images[number]
+        if image is None:
+            raise SourceError(name)
+        where = f"{self.where}, image {image}"
+        with located(where):
+            if len(files := self._files[str(image)]) > 1:
+                raise SourceError(
+                    f"`images` gives this id to {' and '.join(files)}, so whose the captions are is unknown. Give each "
+                    "its own, in `annotations` too."
+                )
+            values = {"image_id": image, "file_name": name, "captions": self._captions.get(str(image), [])}
+            if not values["captions"]:
+                raise SourceError("no captions.")
+            key = _stem_key(name, self._media)
+            if self._taken[key] > 1:
+                key += f"-{image}"
+            return Row(where=where, values=values, files={"image": media_file(name, self._media)}, key=key)
+
+    def sample(self, number: int, layout: Layout) -> RowSample:
+        """Return a sample to be read."""
+        return lay_out(self.row(number), layout, number)
+
+    def propose(self) -> Layout:
+        """Return images with their first captions."""
+        fields = {"image": "image", "caption": "captions[0]"}
+        return Layout(sample_type="CaptioningSample", fields=fields, bare=frozenset(["image"]))
+
+
+# Proposals ------------------------------------------------------------------------------------------------------------
+#
+# For a table of unknown columns: the closest sample type, and the column for each of its fields.
+
+
+_CAPTIONS = ("caption", "text", "txt", "captions", "description", "alt", "alt_text", "title", "prompt")
+_QUESTIONS = ("question", "query", "instruction", "context")
+_ANSWERS = ("answers", "answer", "response", "output")
+_LABELS = ("label", "labels", "class", "category", "target", "label_name", "class_name")
+
+
+_BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # how JPEG, PNG, GIF and WebP begin
+
+
+def check_media_meant(rows: Sequence[Row], without: str) -> None:
+    """Raise SourceError if rows without files seem to be meant with some: by URLs, or in a column called `image`.
+
+    `without` says how to take them without files.
+    """
+    if any(row.files for row in rows) or any(name in row.values for row in rows for name in CONVERSATIONS):
+        return
+    for row in rows:
+        for name, value in row.values.items():
+            if isinstance(value, str) and value.startswith(_BASE64):
+                what, remedy = "contains base64", "Write data URIs, data:image/jpeg;base64,… for a JPEG"
+            elif isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
+                what, remedy = "contains URLs", "Download them first (img2dataset does)"
+            elif is_media_column(name) and value not in (None, "", []):
+                what, remedy = "has no files", "Write the paths of files, with their extensions"
+            else:
+                continue
+            raise SourceError(
+                f"{row.where}: the column `{name}` {what} ({str(value)[:60]}), and no column contains files. {remedy}, "
+                f"or {without}"
+            )
+
+
+def propose_layout(rows: Sequence[Row]) -> Layout:
+    """Propose how rows become samples, from the names and values of their columns."""
+    rows = [replace(row, files={name: of for name, of in row.files.items() if not _is_raw(of)}) for row in rows]
+    files = list(dict.fromkeys(name for row in rows for name in row.files))
+    values = list(dict.fromkeys(name for row in rows for name in row.values))
+    if _named(values, CONVERSATIONS) or any(_is_more(row) for row in rows) or len(files) > 1 or not _are_images(rows):
+        lists = {name for name in files if any(isinstance(row.files.get(name), tuple) for row in rows)}
+        return Layout(sample_type="CrudeSample", bare=frozenset(files if len(files) == 1 else lists & {"images"}))
+    if not files:
+        text = _named(values, ("text", "content", "caption"))
+        if text is None:
+            return Layout(sample_type="CrudeSample")
+        return Layout(sample_type="TextSample", fields={"text": text})
+    image = {"image": files[0]}
+    bare = frozenset(files)
+    question, caption = _named(values, _QUESTIONS), _named(values, _CAPTIONS)
+    label = _named(values, _LABELS)
+    if question is not None:
+        answers = _named(values, _ANSWERS)
+        fields = {**image, "context": question} | ({"answers": answers} if answers else {})
+        return Layout(sample_type="VQASample", fields=fields, bare=bare)
+    if caption is not None:
+        texts = [row.values[caption] for row in rows if row.values.get(caption) is not None]
+        access = caption + ("[0]" if 2 * sum(isinstance(one, list) for one in texts) > len(texts) else "")
+        return Layout(sample_type="CaptioningSample", fields={**image, "caption": access}, bare=bare)
+    if label is not None:
+        labels = [row.values.get(label) for row in rows]
+        numbered = all(str(one).lstrip("-").isdigit() for one in labels if one not in (None, ""))
+        fields = {**image, ("label" if numbered else "label_name"): label}
+        if numbered and (name := _named(values, ("label_name", "class_name"))) and name != label:
+            fields["label_name"] = name
+        return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
+    return Layout(sample_type="ImageSample", fields=image, bare=bare)
+
+
+def answers_of(rows: Sequence[Row]) -> AnswersAs | None:
+    """Return how answers to choices are given, judging by the first rows; None: no one way fits all of them."""
+    entries = []
+    for row in rows:
+        with suppress(SampleError):  # its sample says so
+            pair = None if any(name in row.values for name in CONVERSATIONS) else find_pair(row.values)
+            if pair is not None and options_of(row.values) is not None:
+                entries.append((row.values, pair[1]))
+    with located(rows[0].where), as_source():
+        return answers_as(entries)
+
+
+def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
+    """Raise SourceError if questions of the first rows have texts beside them that may belong to them.
+
+    `remedy` says how to leave a column out, with COLUMN for its name.
+    """
+    if layout.question is not None or not (layout.is_crude or "context" in layout.fields):
+        return
+    mapped = {access.partition("[")[0] for access in layout.fields.values()}
+    known = (*KNOWN_BESIDE, *mapped, *layout.ignored)
+    short: dict[str, list[str]] = {}
+    for row in rows:
+        pair = find_pair(row.values)
+        if any(name in row.values for name in CONVERSATIONS):
+            if lost := [name for name in _not_in_turns(row.values) if name not in known]:
+                raise SourceError(f"{row.where}: {_beside(lost[0], row.values[lost[0]], None, remedy)}")
+            continue
+        if pair is None and not mapped:
+            continue
+        with located(row.where), as_source():
+            unknown = unknown_texts(row.values, known, pair)
+            if not layout.is_crude:
+                unknown += [name for name in columns_of(row.values) if name not in known]
+            if unknown:
+                asked = (layout.fields["context"], "") if "context" in layout.fields else pair
+                raise SourceError(_beside(unknown[0], row.values[unknown[0]], asked, remedy))
+            used = (*known, *(pair or ()), *columns_of(row.values))
+        for name, value in row.values.items():
+            if name not in used and not is_metadata(name) and (text := short_text(value)) is not None:
+                short.setdefault(name, []).append(text)
+    for name, texts in short.items():
+        if len(texts) < 4 or 2 * len({*texts}) > len(texts):  # else it names categories
+            raise SourceError(f"{rows[0].where}: {_beside(name, texts[0], None, remedy)}")
+
+
+def _not_in_turns(values: Mapping[str, Any]) -> list[str]:
+    """Return the columns beside turns that are known to belong to questions, and whose texts no turn has."""
+    turns = " ".join(texts_in([values[name] for name in CONVERSATIONS if name in values]))
+    with suppress(SampleError):
+        return [name for name in columns_of(values) if not all(text in turns for text in texts_in(values[name]))]
+    return []
+
+
+def _beside(column: str, value: Any, pair: tuple[str, str] | None, remedy: str) -> str:
+    asked = "question" if pair is None else pair[0]
+    beside = "a question" if pair is None else f"`{asked}`"
+    return (
+        f"the column `{column}` beside {beside} has a text ({shown(value)}) that may belong to the question, and would "
+        f"not be learned. {remedy.replace('COLUMN', column).replace('{question}', f'{{{asked}}}')}"
+    )
+
+
+def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
+    """Return the columns that neither fields nor conversations take; of other crude samples none, for all are kept."""
+    used = {access.partition("[")[0] for access in layout.fields.values()} | {*layout.ignored, "files"}
+    names: dict[str, None] = {}
+    for row in rows:
+        taken: Iterable[str] = ()
+        if layout.is_crude:
+            pair = find_pair(row.values)
+            if pair is None and not any(name in row.values for name in CONVERSATIONS):
+                continue
+            taken = (*CONVERSATIONS, *KNOWN_BESIDE, *row.files, *(pair or ()), *(OPTIONS["video"] if row.files else ()))
+            taken = (*taken, *(template_columns(layout.question) if layout.question else columns_of(row.values)))
+        filled = (name for name, value in {**row.values, **row.files}.items() if value not in (None, "", []))
+        names |= dict.fromkeys(name for name in filled if name not in taken and name not in used)
+    return list(names)
+
+
+def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:
+    """Return a caption beside a question, or a question beside a caption, that is not taken, and how to take it."""
+    columns = list(dict.fromkeys(name for row in rows for name in row.values if name not in layout.ignored))
+    caption = _named(columns, ("caption", "captions", "alt_text", "alt", "description", "text"))
+    question = _named(columns, _QUESTIONS[:3])
+    if caption is None or question is None or not any(row.files for row in rows):
+        return None
+    if "caption" in layout.fields:
+        return question, f"--sample-type VQASample --field context={question} --field answers=COLUMN"
+    return caption, f"--sample-type CaptioningSample --field caption={caption}"
+
+
+def _is_raw(contents: Content | tuple[Content, ...]) -> bool:
+    return isinstance(contents, Blob) and contents.extension == RAW
+
+
+def caption_of(columns: Iterable[str]) -> str | None:
+    """Return the column that seems to have the caption."""
+    return _named(columns, _CAPTIONS)
+
+
+def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:
+    lower = {column.lower(): column for column in reversed(list(columns))}
+    return next((lower[name] for name in names if name in lower), None)
+
+
+def _is_more(row: Row) -> bool:
+    """Whether a row says more than a question, an answer and an image: what the types for these would leave out."""
+    pair = find_pair(row.values)
+    if pair is None or has_preferences(row.values):
+        return has_preferences(row.values)
+    beside = [name for name in BESIDE_PAIRS if name in row.values and name not in pair]
+    with suppress(SampleError):
+        beside += columns_of({name: value for name, value in row.values.items() if name not in pair})
+    return bool(beside) or (bool(row.files) and (pair[0] not in _QUESTIONS or pair[1] not in _ANSWERS))
+
+
+def _are_images(rows: Sequence[Row]) -> bool:
+    """Whether each file column holds single images; some files may be of no kind of media, because they are bad.
+
+    A list of one is a single image if other rows have no list.
+    """
+    contents = [(name, content) for row in rows for name, content in row.files.items()]
+    single = {name for name, content in contents if not isinstance(content, tuple)}
+    ones = [c[0] if isinstance(c, tuple) and len(c) == 1 and name in single else c for name, c in contents]
+    kinds = [kind_by_name(f"x.{one.extension}") for one in ones if not isinstance(one, tuple)]
+    return len(kinds) == len(ones) and {*kinds} <= {"image", None} and 2 * kinds.count("image") >= len(kinds)

@@ -1,0 +1,120 @@
+"""Which split part the names of files tell, by the rules of the `datasets` library.
+
+The first of these that any file follows counts for all of them (`load_dataset` does not take the others):
+
+1. `data/NAME-00000-of-00004.parquet`: NAME is the split, whatever it is called.
+2. A folder on the way is called `train`, `training`; `validation`, `valid`, `val`, `dev`; `test`, `testing`, `eval`,
+   `evaluation`, or that with something before or after it: `cats-train`, `test_2`. Between them is one of `-._ ` or a
+   digit.
+3. The file itself is called so.
+
+Files in folders whose names begin with `__`, and hidden ones, are never taken. What these rules would learn although a
+name says in another way that it is held out (`Test`, `testset`, a file `test.parquet` in the folder `train`) is an
+error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from energon_bridge.core.errors import SourceError
+
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+SPLIT_ORDER = ("train", "val", "test")
+
+_WORD = re.compile(rf"(?:^|(?<=[-._ 0-9]))({'|'.join(SPLIT_NAMES)})(?=[-._ 0-9]|$)")
+_SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_HELD_OUT = re.compile(
+    r"(?<![a-z])((test|eval|evaluation|val|valid|validation|dev)(s|set|data|split|ing)?|held[-_ ]?out|holdout)(?![a-z])"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFiles:
+    """Files with their split parts, in order; `""` if no name tells one: then any part has all of them.
+
+    `left_out` are those of no part, if others have one.
+    """
+
+    files: list[tuple[str, PurePath]]
+    left_out: list[PurePath]
+
+
+def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
+    """Return the split parts that the names of files below a folder tell; raises SourceError for doubtful ones."""
+    names = sorted(names)
+    seen = [name for name in names if not any(part.startswith((".", "__")) for part in name.parts)]
+    rules: tuple[Callable[[PurePath], set[str]], ...]
+    rules = (_of_shard, lambda name: folder_splits(name.as_posix()), lambda name: _told(name.name))
+    told = ({name: rule(name) for name in seen} for rule in rules)
+    parts = next(({name: said for name, said in of.items() if said} for of in told if any(of.values())), {})
+    if not parts:
+        held_out = [name for name in seen if says_held_out(name)]
+        if held_out and len(held_out) < len(seen):
+            raise _doubtful(where, held_out[0], "it and the other files are of no split")
+        return SplitFiles(files=[("", name) for name in seen], left_out=[name for name in names if name not in seen])
+    for name, said in parts.items():
+        if len(said) > 1:
+            raise _doubtful(where, name, f"its path tells the splits {' and '.join(sorted(said))}")
+        if says_held_out(name) and not any(map(says_held_out, said)):
+            raise _doubtful(where, name, f"it would be of the split {', '.join(said)}")
+    left_out = [name for name in names if name not in parts]
+    if held_out := [name for name in left_out if name in seen and says_held_out(name)]:
+        raise _doubtful(where, held_out[0], "it is not taken, because other names tell the split in another way")
+    called = named_parts({part for (part,) in parts.values()})
+    files = [(called[part], name) for name, (part,) in parts.items()]
+    return SplitFiles(files=sorted(files, key=lambda item: (*part_order(item[0]), item[1])), left_out=left_out)
+
+
+def part_order(part: str) -> tuple[int, str]:
+    """Return what sorts split parts: train, val, test, then others by name."""
+    return (SPLIT_ORDER.index(part) if part in SPLIT_ORDER else len(SPLIT_ORDER)), part
+
+
+def named_parts(names: Iterable[str]) -> dict[str, str]:
+    """Return the split part of each split of a dataset: our name of it, or its own if another split has that."""
+    names = list(names)
+    ours = [SPLIT_NAMES.get(name, name) for name in names]
+    return {name: part if ours.count(part) == 1 else name for name, part in zip(names, ours, strict=True)}
+
+
+def folder_splits(name: str) -> set[str]:
+    """Return the split parts that the folders on the way to a file tell."""
+    return {part for folder in name.split("/")[:-1] for part in _told(folder)}
+
+
+def folder_split(name: str) -> tuple[str, int] | None:
+    """Return the split part that the first folder on the way to a file tells, and how many lead to what is in it."""
+    for depth, folder in enumerate(name.split("/")[:-1], start=1):
+        if said := _told(folder):
+            return min(said, key=SPLIT_ORDER.index), depth
+    return None
+
+
+def says_held_out(name: PurePath | str) -> bool:
+    """Whether a path says, in whatever spelling, that something is for validation or tests."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
+    return _HELD_OUT.search(words) is not None
+
+
+def _of_shard(name: PurePath) -> set[str]:
+    found = _SHARD.fullmatch(name.name)
+    return {found[1]} if found and name.parts[:-1] == ("data",) else set()
+
+
+def _told(word: str) -> set[str]:
+    return {SPLIT_NAMES[found[1]] for found in _WORD.finditer(word)}
+
+
+def _doubtful(where: str, name: PurePath, why: str) -> SourceError:
+    return SourceError(
+        f"{where}: {name} seems to be held out, but {why}. Rename it (`test`, `val`, `train` as a word of its own, in "
+        "the names of all files or of all folders), move it away, or give the folder or file of each split by itself."
+    )

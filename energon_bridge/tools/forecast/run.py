@@ -1,0 +1,307 @@
+"""The run to forecast: its leaves and their order, and the positions of its lanes in a saved state.
+
+A state has everything that an order depends on but these: names of metadata files other than the usual ones, how
+datasets are joined, the order of a concatenation, and weights that share or move (groups by size, schedules). Where
+one of them is needed, the mix has to be given, and is checked against the state as on a resume. Packing and grouping
+go by the content of samples, so runs that do either are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from energon_bridge.core.datasets import get_train_dataset, get_val_dataset
+from energon_bridge.core.encoder.base import DefaultTaskEncoder
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.format.jsonl import is_jsonl
+from energon_bridge.core.loader.bans import banned_of
+from energon_bridge.core.loader.document import State, read
+from energon_bridge.core.loader.fits import WINDOWS, check_fits
+from energon_bridge.core.loader.run_plan import DatasetSpec, RunPlan, plan_run
+from energon_bridge.core.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule
+from energon_bridge.core.mix.flatten import flatten
+from energon_bridge.core.mix.leaves import OpenLeaf
+from energon_bridge.core.mix.tree import EpochizedBlend as MixedEpochs
+from energon_bridge.core.order.topology import Ownership
+from energon_bridge.core.stream.settings import RunSettings, StreamKind
+from energon_bridge.core.stream.state import LaneState
+from energon_bridge.core.worker_config import WorkerConfig
+from energon_bridge.tools.columns.amounts import counting
+from energon_bridge.tools.columns.expression import kept_samples
+from energon_bridge.trainers.replica.costs import ColumnCost
+from energon_bridge.trainers.replica.shares import Sharing, check_windows, sharing_of, why_unplanned
+
+_STREAM = ("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last")
+_JOIN = "join of "
+_GIVE_MIX = "give the mix that the run was started with (--mix)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run on a number of ranks.
+
+    Attributes:
+        spec: What it reads.
+        plan: The leaves and their order, and the ranks.
+        state: The saved state that it was described by; None if it is a run from the beginning.
+        lanes: The lanes in the state, by number.
+        sharing: How it is divided, if ranks load their own shares.
+        per_step: Microbatches of each rank in a step of the optimizer; 1 in passes, which have no such steps.
+    """
+
+    spec: DatasetSpec
+    plan: RunPlan
+    state: State | None = None
+    lanes: Mapping[int, LaneState] = field(default_factory=dict)
+    sharing: Sharing | None = None
+    per_step: int = 1
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that the run had delivered when the state was saved."""
+        return 0 if self.state is None else int(self.state["microbatches"])
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.config.dp_size
+
+    @property
+    def num_lanes(self) -> int:
+        return self.plan.num_lanes
+
+
+def run_of_mix(spec: DatasetSpec) -> Run:
+    """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
+    plan = plan_run(spec, spec.worker_config)
+    ranks, group = plan.config.dp_size, plan.config.microbatches_per_global_batch
+    Ownership(plan.num_lanes, ranks, 0)  # refuses more ranks than lanes
+    if spec.buckets is not None:
+        raise _of_buckets()
+    return Run(spec=spec, plan=plan, per_step=1 if group is None or spec.ends else group // ranks)
+
+
+def run_of_state(
+    state: State,
+    *,
+    world_size: int,
+    mix: MixSource | None = None,
+    global_batch_size: int | None = None,
+    split_part: str | None = None,
+    dataset_config: str = "dataset.yaml",
+    split_config: str = "split.yaml",
+    trust_remote_code: bool = False,
+    balanced: bool = False,
+) -> Run:
+    """Return the run that a state belongs to.
+
+    Args:
+        state: The state, merged from those of several ranks.
+        world_size: Data-parallel ranks; a state knows none.
+        global_batch_size: Samples, or packs, of a step of the optimizer; None: one microbatch on each rank, unless the
+            state has windows of balance, which say it.
+        mix: What the run was started with; needed if the state does not contain it, or its datasets have moved.
+        split_part: Of `mix`; default: that of the state's leaves.
+        dataset_config, split_config: Names of the files in `.nv-meta`.
+        trust_remote_code: Allow the dataset's `sample_loader.py` to be loaded.
+        balanced: `shared_out` is called next, and compares windows of balance.
+
+    Raises:
+        DatasetError: A dataset cannot be opened.
+        DatasetMismatchError: A dataset is not the one of the state any more.
+        ConfigurationError: The mix has to be given, or the content of samples decides the order.
+    """
+    saved = read(state)
+    settings, kind, lanes = saved.settings, saved.kind, saved.lanes
+    if "buckets" in settings:
+        raise _of_buckets()
+    held = sum(len(lane.held.rows) for lane in lanes.values())
+    if "packing_buffer_size" in settings or "grouped" in settings or held:
+        raise ConfigurationError(
+            "cannot name the samples of a step without reading data: the task encoder packs, groups or yields "
+            "several batches, so the content of samples decides which share a microbatch"
+            + ". `energon preview` with --config or --encoder lets the run deliver it"
+            + (f" (drawn and not delivered yet: {held} rows)" if held else "")
+        )
+    num_lanes = saved.num_lanes if kind == "train" else None
+    config = WorkerConfig(rank=0, world_size=world_size, num_workers=0, seed=settings["seed"], num_lanes=num_lanes)
+    rows = [row for row in saved.leaves if not row["parked"]]
+    names: dict[str, Any] = {"dataset_config": dataset_config, "split_config": split_config}
+    names["trust_remote_code"] = trust_remote_code
+    if mix is None:
+        spec = _spec_of_state(kind, settings, rows, config, **names)
+    else:
+        parts = {row["split_part"] for row in rows}
+        part = split_part or (parts.pop() if len(parts) == 1 else "train")
+        spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
+    blocks = {row["identity"]: row["block"] for row in rows}
+    plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
+    windows = {name: value for name, value in settings.items() if name.startswith(WINDOWS)}
+    if windows and not balanced:
+        raise ConfigurationError(
+            f"the run divides windows of {settings.get(WINDOWS)} global batches by cost: give the ColumnCost of the "
+            "run (--balance MODULE:NAME), if its ranks load their own shares"
+        )
+    check_fits(saved, spec.kind, plan.settings | windows, plan.table)
+    plan = plan.with_banned(banned_of(saved, saved.bans, spec.leaves))
+    if kind == "train":
+        Ownership(plan.num_lanes, world_size, 0)
+        # Retired leaves are at the end, and nothing is drawn from them.
+        count = len(plan.leaves)
+        lanes = {lane: replace(s, leaf_draws=s.leaf_draws[:count], sums=s.sums[:count]) for lane, s in lanes.items()}
+    per_step = 1
+    if kind == "train" and global_batch_size is not None:
+        per_step, rest = divmod(global_batch_size, spec.rows * world_size)
+        if rest or not per_step:
+            raise ConfigurationError(
+                f"--global-batch-size {global_batch_size} is not a multiple of {spec.rows * world_size}, the samples "
+                f"that {world_size} ranks with microbatches of {spec.rows} deliver at once"
+            )
+    elif "balance_window_of" in settings and settings["balance_window_of"] % world_size == 0:
+        per_step = settings["balance_window_of"] // world_size
+    return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step)
+
+
+def _of_buckets() -> ConfigurationError:
+    return ConfigurationError(
+        "the microbatches of this run come from buckets (group_by), which forecasts do not know: `energon preview` "
+        "with --config lets the run deliver them"
+    )
+
+
+def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Run:
+    """Return a run whose ranks load their own shares.
+
+    Args:
+        cost: The `ColumnCost` that it was started with.
+        group: Microbatches in a global batch; None: as the state says.
+        window: Global batches in a window; None: that of the state, else 1.
+
+    Raises:
+        ConfigurationError: The run cannot be planned from columns, or something is missing.
+        SettingMismatchError: The windows are not those of the state.
+    """
+    settings = {} if run.state is None else run.state["settings"]
+    group, window = group or settings.get("balance_window_of"), window or settings.get(WINDOWS, 1)
+    if not isinstance(cost, ColumnCost):
+        raise ConfigurationError(f"--balance must name a ColumnCost, got {type(cost).__name__}")
+    if run.spec.ends:
+        raise ConfigurationError("--balance: validation is never balanced")
+    if group is None or group % run.world_size:
+        raise ConfigurationError(
+            f"--balance: {run.world_size} ranks cannot divide a global batch of "
+            f"{'an unknown number of' if group is None else group} microbatches: give --global-batch-size, and the "
+            "number of ranks with --world-size"
+        )
+    if (why := why_unplanned(run.spec)) is not None:
+        raise ConfigurationError(f"--balance: ranks cannot load their own share, since {why}")
+    sharing = sharing_of(run.spec, group, cost, window)
+    if run.state is not None:
+        check_windows(settings, sharing.settings)
+    return replace(run, sharing=sharing, per_step=group // run.world_size)
+
+
+def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfig, **names: Any) -> DatasetSpec:
+    """Open a given mix with the settings of a state."""
+    known = {name: settings[name] for name in _STREAM if name in settings}
+    if kind == "finite":
+        return get_val_dataset(mix, worker_config=config, **known, **names)
+    spec = get_train_dataset(mix, worker_config=config, repeat=kind == "train", **known, **names)
+    epochs = dict(
+        zip((leaf.identity for leaf in spec.ordered), _shuffle_epochs(settings, len(spec.leaves)), strict=True)
+    )
+    leaves = tuple(replace(leaf, shuffle_epochs=epochs[leaf.identity]) for leaf in spec.leaves)
+    return replace(spec, leaves=leaves)
+
+
+def _spec_of_state(
+    kind: StreamKind,
+    settings: State,
+    rows: Sequence[State],
+    config: WorkerConfig,
+    *,
+    trust_remote_code: bool,
+    **names: str,
+) -> DatasetSpec:
+    """Open the leaves of a state at the paths in it."""
+    mix = _mix(kind, settings, rows)
+    leaves = []
+    epochs = _shuffle_epochs(settings, len(rows))
+    opener = DatasetOpener(trust_remote_code=trust_remote_code)
+    for row, share, shuffle in zip(rows, _shares(rows), epochs, strict=True):
+        ref = _reference(row, **names)
+        dataset = opener.open(ref)
+        lines, _, text = row["subset"].partition(" where ")
+        first, _, last = lines.partition(":")
+        start, stop = int(first or 0), int(last or dataset.num_samples)
+        leaf = OpenLeaf(
+            dataset=dataset,
+            start=start,
+            stop=stop,
+            filter=text,
+            kept=kept_samples(dataset, text, start, stop, where=row["path"]) if text else None,
+            share=share,
+            shuffle_epochs=shuffle,
+        )
+        # Leaves of the same content differ in their occurrence, which only the identity tells.
+        alike = (replace(leaf, occurrence=number) for number in range(len(rows)))
+        leaf = next((one for one in alike if one.identity == row["identity"]), leaf)
+        leaves.append(counting(leaf, settings["unit"], where=row["path"]) if "unit" in settings else leaf)
+    known = {name: settings[name] for name in _STREAM if name in settings}
+    return DatasetSpec(
+        leaves=tuple(leaves),
+        mix=mix,
+        settings=RunSettings(kind=kind, task_encoder=DefaultTaskEncoder(), **known),
+        worker_config=config,
+    )
+
+
+def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
+    """Return how the leaves of a state are combined.
+
+    Raises:
+        ConfigurationError: The state does not say it.
+    """
+    if any(row["path"].startswith(_JOIN) for row in rows):
+        raise ConfigurationError(f"a state does not contain how datasets are joined: {_GIVE_MIX}")
+    children = tuple(_reference(row) for row in rows)
+    mode = settings.get("mode", "concat")  # validation has no mode: it takes its leaves in the order of the state
+    shares = _shares(rows)
+    if len(rows) == 1:
+        return flatten(children[0])
+    root: Node
+    if kind == "finite":
+        root = Concat(children=children)
+    elif mode == "repetitions":
+        root = MixedEpochs(children=children, repetitions=shares)
+    elif mode == "weights" and "schedule" not in settings and sum(shares) == 1:
+        weights = tuple(WeightSchedule(kind="constant", points=((0, share),)) for share in shares)
+        root = Blend(children=children, weights=weights, unit=settings.get("unit"))
+    else:
+        what = "weights that several datasets share by their sizes"
+        if "schedule" in settings:
+            what = "weights that follow a schedule"
+        elif mode == "concat":
+            what = "the order in which datasets are concatenated"
+        raise ConfigurationError(f"a state does not contain {what}: {_GIVE_MIX}")
+    return flatten(root)
+
+
+def _reference(row: State, **names: Any) -> LeafRef:
+    path = row["path"]
+    return LeafRef(path=path, split_part=row["split_part"], is_jsonl=is_jsonl(path), where="the state", **names)
+
+
+def _shares(rows: Sequence[State]) -> tuple[Fraction, ...]:
+    return tuple(Fraction(row["share"] or 1) for row in rows)
+
+
+def _shuffle_epochs(settings: State, leaves: int) -> list[int | None]:
+    """Return for each leaf the epochs that are shuffled as one, None for the dataset's own order."""
+    setting = settings.get("shuffle", False)
+    each = setting if isinstance(setting, list) else [setting] * leaves
+    if len(each) != leaves:
+        each = [True] * leaves  # another mix: refused when it is compared with the state
+    return [(1 if value else None) if isinstance(value, bool) else value for value in each]

@@ -1,0 +1,384 @@
+"""Which samples a step delivers: names from arithmetic, without reading any data.
+
+The draws of a microbatch follow from where its lane stands: at the beginning of the run, or in a saved state. From
+there on it is taken that every draw gives one sample, but those that are banned. Code that skips, packs or yields
+several moves what comes later, and so do samples in `exclude`; `assumption` says what an answer rests on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from energon_bridge.core.errors import ConfigurationError, KeyIndexError, MissingRankError
+from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.format.join import JoinedDataset
+from energon_bridge.core.format.key_index import KeyIndex, keys_at, keys_of_shard, local_key_index
+from energon_bridge.core.format.nvmeta import INDEX_SQLITE, meta_path, read_info
+from energon_bridge.core.loader.document import read_leaves
+from energon_bridge.core.order.choose import Chooser, plain_cursors, standing
+from energon_bridge.core.order.topology import Ownership, first_microbatch, microbatches_before, step_of
+from energon_bridge.core.storage import LocalStore
+from energon_bridge.core.stream.leaf import Leaf
+from energon_bridge.core.stream.state import LaneState
+from energon_bridge.tools.columns.amounts import AmountBlend
+from energon_bridge.tools.forecast.run import Run
+from energon_bridge.trainers.replica.planned import UnbannedDraws
+from energon_bridge.trainers.replica.shares import GlobalBatches, SharedBatch, Sharing
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+#
+# Keys of samples, looked up by shard and index in the dataset's key index, if it has one on a local disk.
+
+
+_LOOKUPS_BEFORE_READING = 8
+"""Lookups in a shard before all of its keys are read."""
+_CACHED_SHARDS = 256
+"""Shards whose keys are kept."""
+
+
+class KeyNames:
+    """Looks keys up; caches facts about datasets, and the keys of shards that are used often."""
+
+    def __init__(self) -> None:
+        self._indices: dict[str, tuple[KeyIndex, dict[str, int]] | None] = {}
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._shards: dict[tuple[str, str], list[str]] = {}
+
+    def key_of(self, dataset: PreparedDataset, shard: str, index: int) -> str | None:
+        """Return the key of a sample; None if no local key index tells it: shard and index say it as well."""
+        place = dataset.path, shard
+        keys = self._shards.get(place)
+        if keys is not None:
+            return keys[index] if index < len(keys) else None
+        try:
+            if dataset.path not in self._indices:
+                self._indices[dataset.path] = None
+                self._indices[dataset.path] = _key_index(dataset)
+            known = self._indices[dataset.path]
+            if known is None:
+                return None
+            self._asked[place] += 1
+            if self._asked[place] <= _LOOKUPS_BEFORE_READING:
+                return keys_at(known[0], known[1][shard], [index])[0]
+            if len(self._shards) == _CACHED_SHARDS:
+                del self._shards[next(iter(self._shards))]
+            keys = self._shards[place] = keys_of_shard(known[0], known[1][shard])
+            return keys[index] if index < len(keys) else None
+        except KeyIndexError:
+            return None
+
+
+def _key_index(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | None:
+    """Return a dataset's key index and the numbers of its shards in it."""
+    store = dataset.store
+    if dataset.key_format is not None or not isinstance(store, LocalStore):
+        return None
+    if not store.exists(meta_path(INDEX_SQLITE)):
+        return None
+    numbers = {shard: number for number, shard in enumerate(read_info(store).shard_counts)}
+    return local_key_index(store, scratch=""), numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedSample:
+    """One sample of a microbatch.
+
+    Attributes:
+        row: Its number in the microbatch.
+        path, split_part: The dataset or join.
+        shard: Its shard, a path relative to the dataset (of a join: the primary).
+        shard_index: Its number in the shard.
+        index: Its number in the split part, of a join the row.
+        epoch: How often the leaf has been gone through before.
+        key: Its key, where the dataset has a key index on a local disk; else None.
+        excluded: Whether `exclude` lists it (None if the key is not known): then it is skipped.
+        restore_key: What `restore_sample` takes.
+    """
+
+    row: int
+    path: str
+    split_part: str
+    shard: str
+    shard_index: int
+    index: int
+    epoch: int
+    key: str | None
+    excluded: bool | None
+    restore_key: tuple[str, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedMicrobatch:
+    """What a rank delivers in a step; a masked microbatch has no number, no lane and no samples of its own."""
+
+    rank: int
+    microbatch: int | None
+    lane: int | None
+    samples: tuple[NamedSample, ...]
+
+
+def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator[list[NamedMicrobatch]]:
+    """Name the samples of steps of the optimizer, for every rank.
+
+    Args:
+        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
+            are one microbatch on every rank), on as many ranks; rising, if ranks load their own shares.
+        keys: Look keys up, which takes most of the time.
+
+    Raises:
+        ConfigurationError: There is no such step, or the state was saved between two steps of this number of ranks.
+        MissingRankError: The state has not the lanes that are needed.
+    """
+    if run.sharing is not None:
+        yield from _name_shared_steps(run, steps, run.sharing, keys=keys)
+        return
+    if run.spec.ends:
+        of_pass = _SampleNames(run.plan.leaves, keys=keys)
+        for step in steps:
+            yield _finite_step(run, step, of_pass)
+        return
+    names = _Names(run, keys=keys)
+    for step in steps:
+        turns = range(step * run.per_step, (step + 1) * run.per_step)
+        yield [one for turn in turns for one in _endless_turn(run, turn, names)]
+
+
+def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
+    """Name one microbatch of each rank: those after the first `turn` of each."""
+    lanes, ranks = run.num_lanes, run.world_size
+    m = first_microbatch(turn, num_lanes=lanes, world_size=ranks)
+    stand = run.microbatches
+    if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
+        raise ConfigurationError(
+            f"the state is at microbatch {stand}, where no step of {ranks} ranks starts ({lanes} lanes): the run has "
+            "changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of ranks "
+            "that it was saved with (--world-size)"
+        )
+    ownership = Ownership(lanes, ranks, m)
+    delivered = []
+    for rank in range(ranks):
+        lane = ownership.lane_in_step(rank, m)
+        if lane is None:
+            delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
+        else:
+            delivered.append(names.microbatch(m + (lane - m) % lanes, rank))
+    return delivered
+
+
+def _name_shared_steps(
+    run: Run, steps: Iterable[int], sharing: Sharing, *, keys: bool
+) -> Iterator[list[NamedMicrobatch]]:
+    names, of_sample = _Names(run, keys=False), _SampleNames(run.plan.leaves, keys=keys)
+    planned: GlobalBatches | None = None
+    window: list[SharedBatch] = []
+    for step in steps:
+        begin = sharing.begin(step * sharing.group)
+        while not window or window[-1].number < step:
+            if planned is None or (planned.end <= begin and not names.walks):
+                # Without bans and amounts, positions of lanes are computed directly.
+                known = sharing.begin(run.microbatches)
+                start = begin if not names.walks else known if known <= begin else 0
+                lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
+                planned = sharing.batches(run.plan, lanes, start)
+            window = planned.next_window(states=False)
+        shared = window[step - window[0].number]
+        delivered = []
+        for rank, batch in (pair for turn in shared.runs for pair in enumerate(turn)):
+            samples = [of_sample.of(row, *member) for row, member in enumerate(batch.members.tolist())]
+            m = batch.number * run.num_lanes + batch.lane
+            delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=batch.lane, samples=tuple(samples)))
+        yield delivered
+
+
+def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
+    """Name the samples of microbatch m of an endless run, whichever rank delivers it (given as the rank -1)."""
+    if run.spec.ends:
+        raise ConfigurationError("only endless training has microbatches of a run; give a step")
+    return _Names(run).microbatch(m, -1)
+
+
+def assumption(run: Run, m: int) -> str:
+    """Return in one line what the names of microbatch m and its step assume."""
+    datasets = (leaf.dataset for leaf in run.spec.leaves)
+    excluded = sum(len(one.excluded) for one in datasets if not isinstance(one, JoinedDataset))
+    listed = f" ({excluded:,} samples are listed in `exclude`)" if excluded else ""
+    if run.spec.ends:
+        return f"Exact: nothing moves in a pass, samples that are skipped{listed} are missing from their batch."
+    if run.state is None:
+        return (
+            f"As if no sample had been skipped, and each gave one: skipping, packing or generators move them{listed}."
+        )
+    counts = [leaf["counts"] for leaf in read_leaves(run.state)]
+    skipped = sum(count["skipped"] + count["errors"] + count["excluded"] for count in counts)
+    banned = sum(count["banned"] for count in counts)
+    moves = [int(s.draw - s.microbatches * run.spec.rows) for s in run.lanes.values()]
+    moved = sum(moves) - banned
+    bans = any(leaf.bans is not None for leaf in run.plan.leaves)
+    sofar = f"until the state {skipped:,} were skipped"
+    if m >= run.microbatches:
+        return f"From where the lanes of the state stand; as if no sample from there on is skipped{listed}; {sofar}."
+    even = not moved and min(moves, default=0) >= 0 and not any(s.taken for s in run.lanes.values())
+    if not skipped and even and bans:
+        return (
+            f"Exact, but for banned samples that had come already where lanes were ahead of a ban: until the state "
+            f"{banned:,} draws were banned, no other sample was skipped, and each other draw gave one."
+        )
+    if not skipped and even:
+        return "Exact: until the state no sample was skipped, and each draw gave one."
+    return (
+        f"By arithmetic from the beginning, as if no sample had been skipped, and each gave one; {sofar}, and "
+        f"its lanes have made {moved:,} draws more than rows: what was really delivered lies up to that far off."
+    )
+
+
+class _Names:
+    """Names samples of an endless run."""
+
+    def __init__(self, run: Run, *, keys: bool = True) -> None:
+        self._run = run
+        self._sample_names = _SampleNames(run.plan.leaves, keys=keys)
+        self._cursors = plain_cursors(run.plan.leaves)
+        # Of lanes whose draws depend on those before (bans, amounts): the draws from a microbatch on, and the next
+        # microbatch that they give.
+        self._walks: dict[int, tuple[int, int, UnbannedDraws]] = {}
+        bans = any(leaf.bans is not None for leaf in run.plan.leaves)
+        self.walks = bans or isinstance(run.plan.blend, AmountBlend)
+
+    def lane_at(self, lane: int, m: int, known: int) -> LaneState:
+        """Return the position of a lane before microbatch m, assuming no draw was banned since the state.
+
+        `known` is the microbatch at which the state was saved.
+        """
+        return self._moved(lane, self._stand(lane, self._run.microbatches if m >= known else m), m)
+
+    def _moved(self, lane: int, stand: LaneState, m: int) -> LaneState:
+        number, blend = microbatches_before(lane, m, self._run.num_lanes), self._run.plan.blend
+        draw = stand.draw + (number - stand.microbatches) * self._run.spec.rows
+        if draw == stand.draw:
+            return replace(stand, microbatches=number, taken=0)
+        leaves = self._run.plan.leaves
+        before, after = (standing(leaves, blend, lane, at - stand.origin).leaf_draws for at in (stand.draw, draw))
+        leaf_draws = np.array(stand.leaf_draws) + after - np.array(before)
+        return LaneState(number, draw, 0, tuple(leaf_draws.tolist()), stand.origin)
+
+    def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
+        lane, rows = m % self._run.num_lanes, self._run.spec.rows
+        stand, number = self._stand(lane, m), microbatches_before(lane, m, self._run.num_lanes)
+        if self.walks:
+            first, at, draws = self._walks.get(lane) or (-1, 0, None)
+            if draws is None or first != stand.microbatches or at > number:
+                first = at = stand.microbatches
+                draws = self._draws(lane, stand, stand.taken)
+            for _ in range(at, number):
+                draws.take(rows)
+            self._walks[lane] = first, number + 1, draws
+        else:
+            draws = self._draws(lane, self._moved(lane, stand, m), 0 if number > stand.microbatches else stand.taken)
+        members, _ = draws.take(rows)
+        samples = (self._sample_names.of(row, *member) for row, member in enumerate(members.tolist()))
+        return NamedMicrobatch(rank=rank, microbatch=m, lane=lane, samples=tuple(samples))
+
+    def _draws(self, lane: int, at: LaneState, taken: int) -> UnbannedDraws:
+        blend = self._run.plan.blend
+        chooser = Chooser(self._cursors, blend, lane, at.standing)
+        return UnbannedDraws(chooser, taken)
+
+    def _stand(self, lane: int, m: int) -> LaneState:
+        """Return the known position of a lane before microbatch m: from the state, or fresh."""
+        run = self._run
+        if m >= run.microbatches and run.state is not None:
+            if lane not in run.lanes:
+                raise MissingRankError(
+                    f"the state holds {len(run.lanes)} of {run.num_lanes} lanes, but not lane {lane}, which delivers "
+                    f"microbatch {m}: give the states of all ranks"
+                )
+            return run.lanes[lane]
+        if not self._is_one_mix:
+            raise ConfigurationError(
+                f"microbatch {m} is before the state (microbatch {run.microbatches}), and the mix changed in between: "
+                "use a state from before the change, or the mix that the run had then"
+            )
+        return LaneState.fresh(len(run.plan.leaves))
+
+    @cached_property
+    def _is_one_mix(self) -> bool:
+        """Whether the lanes of the state have drawn from the leaves what this mix would have from the beginning on."""
+        leaves, blend = self._run.plan.leaves, self._run.plan.blend
+        return all(
+            not state.origin and [*state.leaf_draws] == standing(leaves, blend, lane, state.draw).leaf_draws
+            for lane, state in self._run.lanes.items()
+        )
+
+
+class _SampleNames:
+    """Names samples by leaf and index."""
+
+    def __init__(self, leaves: tuple[Leaf, ...], *, keys: bool = True) -> None:
+        self._leaves = leaves
+        self._ends = [np.cumsum(_on_disk(leaf.dataset).shard_counts) for leaf in leaves]
+        self._keys = KeyNames() if keys else None
+
+    def of(self, row: int, leaf: int, index: int, epoch: int, output: int = 0) -> NamedSample:
+        whole, ends = self._leaves[leaf].dataset, self._ends[leaf]
+        dataset = _on_disk(whole)
+        place = int(whole.rows[index, 0]) if isinstance(whole, JoinedDataset) else index
+        number = int(np.searchsorted(ends, place, side="right"))
+        shard = dataset.shard_names[number]
+        local = place - int(ends[number] - dataset.shard_counts[number])
+        key = None
+        if dataset.key_format is not None:
+            key = dataset.key_format.format(place)
+        elif self._keys is not None:
+            key = self._keys.key_of(dataset, shard, local)
+        return NamedSample(
+            row=row,
+            path=whole.path,
+            split_part=whole.split_part,
+            shard=shard,
+            shard_index=local,
+            index=index,
+            epoch=epoch,
+            key=key,
+            excluded=(shard, key) in dataset.excluded if key is not None or not dataset.excluded else None,
+            restore_key=(self._leaves[leaf].identity, index, epoch, output),
+        )
+
+
+def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
+    """Return a dataset, of a join the primary."""
+    return dataset.parts[0].dataset if isinstance(dataset, JoinedDataset) else dataset
+
+
+def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobatch]:
+    """Name the samples of a step of a pass, of training passes counted from the first one on."""
+    spec, plan, ranks = run.spec, run.plan, run.world_size
+    asked, epoch = step, 0
+    if (other := spec.settings.conventions.stands_for) is not None:
+        raise ConfigurationError(f"cannot name the steps of a pass for a loader of the drop-in of {other}")
+    draws = plan.draws_of_pass(epoch)
+    end = spec.end(draws.num_draws, ranks)
+    while step >= (steps := -(-end // ranks)):
+        if not spec.shuffled or not steps:
+            raise ConfigurationError(
+                f"a pass has {steps} steps on {ranks} ranks, numbered from 0; there is no step {asked}"
+            )
+        epoch, step = epoch + 1, step - steps
+        draws = plan.draws_of_pass(epoch)
+        end = spec.end(draws.num_draws, ranks)
+    delivered = []
+    for rank in range(ranks):
+        m = step * ranks + rank
+        start, stop = m * spec.rows, min((m + 1) * spec.rows, draws.num_draws)
+        if m >= end:
+            delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
+            continue
+        members, banned = draws.picks(start, stop)
+        members = members if banned is None else members[~banned]
+        samples = tuple(names.of(row, *member) for row, member in enumerate(members.tolist()))
+        delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=None, samples=samples))
+    return delivered

@@ -1,0 +1,213 @@
+"""Samples to show: those of a dataset or mix in order, or those that a run draws at some steps.
+
+Samples are loaded as a run loads them, but no task encoder sees them, and one that fails is shown with its error
+instead of being left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, TypeVar
+
+from energon_bridge.core.encoder.base import DefaultTaskEncoder
+from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.encoder.hooks import Hook
+from energon_bridge.core.errors import ConfigurationError, EnergonError
+from energon_bridge.core.format.join import JoinedDataset
+from energon_bridge.core.loader.bans import look_up
+from energon_bridge.core.loader.run_plan import DatasetSpec, RunPlan, open_pipeline, plan_run
+from energon_bridge.core.order.choose import Picks
+from energon_bridge.core.stream.failures import SamplePlace
+from energon_bridge.core.stream.pipeline import PickedLoad, Pipeline
+from energon_bridge.core.stream.state import SampleRef, as_members
+from energon_bridge.core.stream.steps import PendingSample
+from energon_bridge.core.stream.values import FailedSample, has_code
+from energon_bridge.core.worker_config import available_cores
+from energon_bridge.tools.forecast.run import Run
+from energon_bridge.tools.forecast.samples import name_steps
+from energon_bridge.tools.preview.records import Record, fields_of
+
+T = TypeVar("T")
+
+_MOST_KEY = 1000
+_AT_A_TIME = 64
+"""Number of samples loaded together."""
+
+
+class _AsTheyAre(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Leaves samples as they are; images are decoded when they are shown, at a fraction of their size if possible."""
+
+    decoder = SampleDecoder(image_decode="pilrgb", defer_images=True, image_target=320).with_alpha("white")
+
+
+class _ForCode(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Decodes as training does, for datasets with their own code, which may rely on it."""
+
+    decoder = SampleDecoder()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """A sample that a run draws: its restore key, and its position in the run."""
+
+    key: tuple[str, int, int, int]
+    facts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One dataset of a mix: its name, samples, and share of the draws (0 if unknown)."""
+
+    name: str
+    num_samples: int
+    share: float
+
+
+class SampleSource:
+    """Loads samples of a mix by their restore keys.
+
+    Args:
+        spec: The mix; its task encoder is not used.
+        plan: The leaves; default: those of a run of one rank.
+    """
+
+    def __init__(self, spec: DatasetSpec, plan: RunPlan | None = None) -> None:
+        coded = any(has_code(leaf.dataset) for leaf in spec.leaves)
+        encoder = _ForCode() if coded else _AsTheyAre()
+        self._spec = spec.with_settings(task_encoder=encoder, batch_size=None, packing_buffer_size=None)
+        config = replace(spec.worker_config, num_workers=0, data_parallel_group=None)
+        self._plan = replace(plan, data=self._spec, config=config) if plan else plan_run(self._spec, config)
+        self._pipeline: Pipeline = open_pipeline(self._plan, threads=0)
+        self._leaves = {leaf.identity: number for number, leaf in enumerate(self._plan.leaves)}
+
+    def in_order(self, limit: int | None) -> Iterator[Drawn]:
+        """Yield the first samples of each dataset, at most `limit` in all, in equal numbers if limited."""
+        leaves = self._spec.leaves
+        for leaf, count in zip(leaves, shared_out(limit, [leaf.num_samples for leaf in leaves]), strict=True):
+            for index in leaf.numbers(count):
+                yield Drawn(key=(leaf.identity, index, 0, 0))
+
+    def by_key(self, keys: Sequence[str]) -> Iterator[Drawn]:
+        """Yield the samples with some keys; raises ConfigurationError for a key that none has."""
+        leaves = self._spec.leaves
+        known = look_up(leaves, keys)
+        for key in dict.fromkeys(keys):
+            places = [(leaf, numbers[key]) for leaf, numbers in zip(leaves, known, strict=True) if key in numbers]
+            drawn = [
+                (leaf.identity, index) for leaf, numbers in places for index in numbers[leaf.has(numbers)].tolist()
+            ]
+            if not drawn:
+                raise ConfigurationError(f"no sample has the key {key!r}. --split-part reads another part of the split")
+            yield from (Drawn(key=(identity, index, 0, 0)) for identity, index in drawn)
+
+    def parts(self) -> list[Part]:
+        """Return the datasets of the mix, in its order."""
+        leaves = self._spec.leaves
+        known = self._spec.mode in ("weights", "single")
+        total = sum(leaf.share if known else leaf.share * leaf.num_samples for leaf in leaves) or 1
+        return [
+            Part(
+                name=leaf.dataset.path,
+                num_samples=leaf.num_samples,
+                share=float((leaf.share if known else leaf.share * leaf.num_samples) / total),
+            )
+            for leaf in leaves
+        ]
+
+    def records(self, drawn: Iterable[Drawn], finish: Callable[[Record], T]) -> Iterator[T]:
+        """Load samples and yield `finish(record)` of each, in order, using all cores."""
+        with ThreadPoolExecutor(available_cores(), "energon-preview") as pool:
+            waiting = iter(drawn)
+            while some := list(islice(waiting, _AT_A_TIME)):
+                loaded = self._loaded([one.key for one in some])
+                yield from pool.map(lambda pair: finish(self._record(*pair)), zip(some, loaded, strict=True))
+
+    def _loaded(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
+        """Return samples (or `FailedSample`s) and their sizes; a broken shard only fails its own samples."""
+        try:
+            return self._load(keys)
+        except EnergonError as error:
+            if len(keys) > 1:
+                half = len(keys) // 2
+                return self._loaded(keys[:half]) + self._loaded(keys[half:])
+            ((_, index, _, _),) = keys
+            return [(FailedSample(error, Hook.READ, SamplePlace("", "", index)), 0)]
+
+    def _load(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
+        pipeline = self._pipeline
+        refs = [SampleRef(self._leaves[identity], index, epoch, 0) for identity, index, epoch, _ in keys]
+        loading = PickedLoad(pipeline, Picks(as_members(refs))).start()
+        loaded: list[tuple[Any, int]] = []
+        while len(loading):
+            part = loading.take()
+            loaded += zip(part.samples, part.sizes, strict=True)
+        if any(type(sample) is PendingSample for sample, _ in loaded):
+            with pipeline.user_code(restoring=True):
+                loaded = [(self._made(ref, sample), size) for ref, (sample, size) in zip(refs, loaded, strict=True)]
+        return loaded
+
+    def _made(self, ref: SampleRef, sample: Any) -> Any:
+        """Apply a dataset's own code to a sample."""
+        if type(sample) is not PendingSample:
+            return sample
+        return self._pipeline.steps.made(sample, ref, None)
+
+    def _record(self, drawn: Drawn, loaded: tuple[Any, int]) -> Record:
+        sample, size = loaded
+        identity, index, epoch, _ = drawn.key
+        dataset = self._plan.leaves[self._leaves[identity]].dataset
+        facts = {**drawn.facts} | ({"epoch": epoch} if drawn.facts else {})
+        if type(sample) is FailedSample:
+            error = sample.error
+            return Record(
+                dataset=dataset.path,
+                key=sample.place.key[:_MOST_KEY] or f"sample {index}",
+                shard=sample.place.shard,
+                index=index,
+                size=size,
+                facts=facts,
+                error=f"{sample.hook.title}: {type(error).__name__}: {error}" if error else "listed in `exclude`",
+            )
+        get = sample.get if isinstance(sample, dict) else lambda name: getattr(sample, name, None)
+        sources = get("__sources__") or ()
+        return Record(
+            dataset=dataset.path,
+            key=str(get("__key__"))[:_MOST_KEY],
+            shard=sources[0].shard_name if sources else "",
+            index=index,
+            size=size if not isinstance(dataset, JoinedDataset) else 0,
+            facts=facts,
+            fields=fields_of(sample),
+        )
+
+
+def shared_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
+    """Return how many samples of each dataset to show: equal numbers, as far as each has enough."""
+    if limit is None or limit >= sum(sizes):
+        return list(sizes)
+    counts = [0] * len(sizes)
+    left, open_ones = limit, list(range(len(sizes)))
+    while left and open_ones:
+        each, rest = divmod(left, len(open_ones))
+        for place, number in enumerate(open_ones):
+            taken = min(sizes[number] - counts[number], each + (place < rest))
+            counts[number] += taken
+            left -= taken
+        open_ones = [number for number in open_ones if counts[number] < sizes[number]]
+    return counts
+
+
+def drawn_in(run: Run, steps: Sequence[int], rank: int | None = None) -> Iterator[Drawn]:
+    """Yield the samples of steps of a run, computed without reading; see `forecast.samples.name_steps`."""
+    for step, microbatches in zip(steps, name_steps(run, steps), strict=True):
+        for microbatch in microbatches:
+            if rank is not None and microbatch.rank != rank:
+                continue
+            for sample in microbatch.samples:
+                facts = {"step": step, "rank": microbatch.rank, "row": sample.row}
+                if microbatch.microbatch is not None:
+                    facts["microbatch"] = microbatch.microbatch
+                yield Drawn(key=sample.restore_key, facts=facts)

@@ -1,0 +1,273 @@
+"""The report of a run, for the pages of `preview`: facts, tables and charts of plain values."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from energon_bridge.core.loader.metrics import dataset_names
+from energon_bridge.tools.preview.pages import Block, write_run
+from energon_bridge.tools.report.recorder import MOST_SLOW, Curve, RankSummary, RunRecorder
+
+_MOST_LINES = 8
+_MOST_INTERVALS = 40
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    ranks: Sequence[RankSummary],
+    recorder: RunRecorder,
+    *,
+    title: str = "Training run",
+    facts: Mapping[str, object] | None = None,
+) -> None:
+    """Write the report of a run; the file appears as a whole or not at all.
+
+    Args:
+        path: The HTML file.
+        ranks: From `gathered`.
+        recorder: Of the rank that writes.
+        title: Of the page.
+        facts: More to say at its head, by name.
+    """
+    recorder.flush()
+    losses = [_curve(recorder.loss, "loss")]
+    if recorder.not_finite:
+        losses.append(f"NaN or infinite, and not shown above: the loss in {recorder.not_finite:,} steps.")
+    sections: dict[str, list[Block]] = {
+        "Loss": losses,
+        "Validation": [_curve(recorder.validation, "loss of validations")] if recorder.validation.points else [],
+        "Learning rate": [_curve(recorder.rate, "learning rate")] if recorder.rate.points else [],
+        "Waiting for data": [_curve(recorder.waiting, "share of each step spent waiting for data", percent=True)],
+        "Balance of the ranks": _balance(ranks, recorder),
+        "Datasets: planned and delivered": _mix(ranks),
+        "Left out, by reason": _left_out(ranks),
+        "Loading, by rank": _loading(ranks),
+        "Slowest microbatches, and their samples": _slowest(ranks),
+        "Highest losses, and their samples": _highest(ranks),
+    }
+    write_run(Path(path), title, _head(ranks, recorder) | dict(facts or {}), sections)
+
+
+def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, object]:
+    facts: dict[str, object] = {}
+    if recorder.loss.points:
+        step, count, total, *_ = recorder.loss.points[-1]
+        facts |= {"steps": f"{int(step):,}", "loss at the end": f"{total / count:.4f}"}
+    facts |= {"data-parallel ranks": ranks[0].ranks if ranks else 1}
+    samples = sum(row.counts["samples"] for rank in ranks for row in rank.datasets)
+    draws = sum(row.draws for rank in ranks for row in rank.datasets)
+    size = sum(row.epoch_samples for row in ranks[0].datasets) if ranks else 0
+    if samples:
+        facts["samples delivered"] = f"{samples:,}"
+    if draws and size:
+        facts["epochs"] = f"{draws / size:.2f}"
+    if recorder.seconds > 0:
+        facts |= {
+            "time spent training": _duration(recorder.seconds),
+            "waiting for data": f"{100 * recorder.waited / recorder.seconds:.1f} %",
+        }
+    return facts | {"written": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+
+
+def _mix(ranks: Sequence[RankSummary]) -> list[Block]:
+    if not ranks or not ranks[0].datasets:
+        return []
+    first = ranks[0].datasets
+    names = dataset_names([row.path for row in first], [row.split_part for row in first])
+    together = [[rank.datasets[number] for rank in ranks] for number in range(len(first))]
+    draws = [sum(row.draws for row in rows) for rows in together]
+    largest = sorted(range(len(first)), key=lambda number: -draws[number])[:_MOST_LINES]
+    hues = {number: hue for hue, number in enumerate(sorted(largest))}
+    total = sum(row.counts["samples"] for rows in together for row in rows) or 1
+    lines: list[list[Any]] = []
+    for number, (name, rows) in enumerate(zip(names, together, strict=True)):
+        planned = None if any(row.planned is None for row in rows) else rows[0].planned
+        counts = {column: sum(row.counts[column] for row in rows) for column in rows[0].counts}
+        share, hue = counts["samples"] / total, hues.get(number)
+        square = {} if hue is None else {"hue": hue}
+        lines.append(
+            [
+                {"text": name, "title": first[number].path} | square,
+                "–" if planned is None else f"{planned:.1f} %",
+                f"{100 * share:.1f} %",
+                {"shares": [[(planned or 0.0) / 100, "plan"], [share, hue or 0]]},
+                f"{counts['samples']:,}",
+                f"{draws[number] / rows[0].num_samples:.2f}" if draws[number] else "–",
+                *(f"{counts[column]:,}" for column in ("skipped", "errors", "excluded")),
+            ]
+        )
+    columns = ("dataset", "planned", "delivered", "", "samples", "epochs", "skipped", "failed", "excluded")
+    said = "Planned: what the mix says, or, if its weights moved, what was drawn by them."
+    return [_table(columns, lines, right=(1, 2, 4, 5, 6, 7, 8)), said, *_shares(ranks, names, hues)]
+
+
+def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[int, int]) -> list[Block]:
+    """Return a chart of the share of each of some datasets in the draws between two looks, and what the mix planned."""
+    together: dict[int, Counter[str]] = {}
+    seen = Counter(step for rank in ranks for step, _ in rank.draws)
+    for rank in ranks:
+        for step, draws in rank.draws:
+            if seen[step] == len(ranks):
+                together.setdefault(step, Counter()).update(draws)
+    looks = sorted(together.items())
+    stride = max(1, len(looks) // _MOST_INTERVALS)  # shorter ones show chance, not the mix
+    looks = looks[(len(looks) - 1) % stride :: stride]
+    if len(looks) < 3 or len(names) < 2:
+        return []
+    intervals = [
+        (step, before, after) for (_, before), (step, after) in pairwise(looks) if after.total() > before.total()
+    ]
+    lines = []
+    for number, hue in hues.items():
+        row = ranks[0].datasets[number]
+        points = [
+            (step, (after[row.identity] - before[row.identity]) / (after.total() - before.total()))
+            for step, before, after in intervals
+        ]
+        lines.append(_line(points, names[number], hue))
+        if row.planned is not None:
+            ends = [(step, row.planned / 100) for step in (looks[0][0], looks[-1][0])]
+            lines.append(_line(ends, f"{names[number]}, planned", hue, dashed=True))
+    return [
+        _chart("share of the draws", lines, 0.0, 1.0, percent=True),
+        "Drawn over the run (dashed: planned), in the colours of the table.",
+    ]
+
+
+def _balance(ranks: Sequence[RankSummary], recorder: RunRecorder) -> list[Block]:
+    """Return how uneven the work of the ranks was as it came, and as it was divided."""
+    blocks: list[Block] = []
+    for name, what in (
+        ("step", "largest cost of a rank in a step over the mean of the ranks"),
+        ("round", "sum of the largest costs of the rounds of microbatches over the mean cost of a rank"),
+    ):
+        if name not in recorder.balance:
+            return []
+        before, after = recorder.balance[f"{name}_before"], recorder.balance[name]
+        high = max(1.01, *(point[4] for curve in (before, after) for point in curve.points))
+        lines = [_line(_means(before), "as it came", 0, dashed=True), _line(_means(after), "balanced", 0)]
+        blocks += [
+            _chart(what, lines, 1.0, high),
+            f"{what[0].upper()}{what[1:]}: {before.mean:.3f} as it came (dashed), {after.mean:.3f} balanced; means of "
+            "the steps.",
+        ]
+    costs = [(rank.rank, rank.cost) for rank in ranks if rank.cost is not None]
+    mean = sum(cost for _, cost in costs) / len(costs) if costs else 0.0
+    if mean:
+        rows = [(str(rank), f"{cost:,.4g}", f"{cost / mean:.3f}") for rank, cost in costs]
+        blocks.append(_table(("rank", "mean cost of a step", "over the mean of the ranks"), rows, right=range(3)))
+    return blocks
+
+
+def _left_out(ranks: Sequence[RankSummary]) -> list[Block]:
+    reasons: dict[tuple[str, str], int] = {}
+    for rank in ranks:
+        for dataset, hook, error, number in rank.failures:
+            reason = (dataset, f"{hook}: {error} (different samples, since this process began)")
+            reasons[reason] = reasons.get(reason, 0) + number
+        for row in rank.datasets:
+            counts = row.counts
+            of_counters = {
+                "failed, all passes together": counts["errors"],
+                "skipped by a hook (SkipSample)": counts["skipped"] - counts["dropped"],
+                "too long: dropped": counts["dropped"],
+                "too long: truncated": counts["truncated"],
+                "too long: split": counts["split"],
+                "listed in exclude": counts["excluded"],
+            }
+            for text, number in of_counters.items():
+                if number:
+                    reasons[row.path, text] = reasons.get((row.path, text), 0) + number
+    if not reasons:
+        return ["Nothing."]
+    lines = [(dataset, text, f"{n:,}") for (dataset, text), n in sorted(reasons.items())]
+    return [_table(("dataset", "reason", "samples"), lines, right=(2,))]
+
+
+def _loading(ranks: Sequence[RankSummary]) -> list[Block]:
+    if not any(rank.metrics for rank in ranks):
+        return []
+    stages = ("load_seconds", "encode_seconds", "batch_seconds")
+    lines = []
+    for rank in ranks:
+        metrics = rank.metrics
+        waited = f"{100 * rank.waited / rank.seconds:.1f} %" if rank.seconds > 0 else "–"
+        spent = [f"{metrics[stage]:,.1f} s" if stage in metrics else "–" for stage in stages]
+        lines.append((str(rank.rank), waited, *spent, f"{metrics.get('worker_restarts', 0):.0f}"))
+    columns = ("rank", "waiting", "reading and decoding", "hooks", "batching", "workers lost")
+    said = "Times of all worker processes of a rank together, since this process began."
+    return [_table(columns, lines, right=range(6)), said]
+
+
+def _unique(entries: Iterable[Any]) -> list[Any]:
+    """Return the largest of the entries of all ranks; what was restored on each of them comes once."""
+    largest: list[Any] = []
+    for entry in sorted(entries, reverse=True):
+        if entry not in largest[-1:]:
+            largest.append(entry)
+    return largest[:MOST_SLOW]
+
+
+def _highest(ranks: Sequence[RankSummary]) -> list[Block]:
+    highest = _unique(entry for rank in ranks for entry in rank.highest)
+    if not highest:
+        return []
+    lines = [
+        (f"{loss:.4f}", f"{step:,}", str(rank), {"keys": keys} if keys else "–")
+        for loss, step, _, keys, rank in highest
+    ]
+    table = _table(("loss", "step", "rank", "samples"), lines, right=(0, 1, 2))
+    return [
+        table,
+        "Losses of microbatches. Pages of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a "
+        "sample: energon preview DATASET --key KEY --html look.",
+    ]
+
+
+def _slowest(ranks: Sequence[RankSummary]) -> list[Block]:
+    slowest = _unique((*entry, rank.rank)[:6] for rank in ranks for entry in rank.slowest)
+    if not slowest:
+        return []
+    lines = [
+        (f"{took:.3f} s{'' if made else ' waiting'}", f"{step:,}", str(rank), {"keys": keys} if keys else "–")
+        for took, made, step, _, keys, rank in slowest
+    ]
+    table = _table(("time to make it", "step", "rank", "samples"), lines, right=(0, 1, 2))
+    return [table, "The first microbatch of a process also opens the data."]
+
+
+def _curve(curve: Curve, what: str, *, percent: bool = False) -> Block:
+    points = curve.points
+    if not points:
+        return "Not recorded."
+    low, high = (0.0, 1.0) if percent else (min(p[3] for p in points), max(p[4] for p in points))
+    band = [(p[0], p[3], p[4]) for p in points]
+    return _chart(what, [_line(_means(curve), what, 0)], low, high, percent=percent, band=band)
+
+
+def _means(curve: Curve) -> list[tuple[float, float]]:
+    return [(point[0], point[2] / point[1]) for point in curve.points]
+
+
+def _line(points: Sequence[tuple[float, float]], name: str, hue: int, *, dashed: bool = False) -> dict[str, Any]:
+    return {"name": name, "hue": hue, "dashed": dashed, "points": points}
+
+
+def _chart(what: str, lines: Sequence[dict[str, Any]], low: float, high: float, **more: Any) -> Block:
+    steps = [int(step) for line in lines for step, _ in line["points"]]
+    return {"chart": f"{what}, steps {min(steps)} to {max(steps)}", "low": low, "high": high, "lines": lines} | more
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Iterable[int]) -> Block:
+    return {"columns": columns, "right": [*right], "rows": rows}
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600} h {whole // 60 % 60} min" if whole >= 3600 else f"{whole // 60} min {whole % 60} s"

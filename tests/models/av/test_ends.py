@@ -1,0 +1,316 @@
+"""Where sounds end: files that are cut off, sizes that say "unknown", chains of Oggs, lengths that no header tells."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from clips import all_samples, write_sound, write_video
+
+from energon_bridge.core.errors import DecodeError
+from energon_bridge.models.av import AVDecoder, ends
+from energon_bridge.models.families.sound import sound_of
+
+SECONDS = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "a.wav": {"codec": "pcm_s16le"},
+    "rf64.wav": {"codec": "pcm_s16le", "container": {"rf64": "always"}},
+    "adpcm.wav": {"codec": "adpcm_ms"},
+    "a.w64": {"codec": "pcm_s16le"},
+    "a.aiff": {"codec": "pcm_s16be"},
+    "a.caf": {"codec": "pcm_s16be"},
+    "a.au": {"codec": "pcm_s16be"},
+    "a.avi": {"codec": "pcm_s16le"},
+    "a.flac": {"codec": "flac"},
+    "a.mp3": {"codec": "libmp3lame", "rate": 44100},
+    "opus.ogg": {"codec": "libopus"},
+    "flac.ogg": {"codec": "flac"},
+    "vorbis.ogg": {"codec": "vorbis", "strict": "-2"},
+    "a.m4a": {"codec": "aac"},
+    "fast.m4a": {"codec": "aac", "container": {"movflags": "faststart"}},
+    "fragments.m4a": {"codec": "aac", "container": {"movflags": "frag_every_frame+empty_moov"}},
+    "a.webm": {"codec": "libopus"},
+    "a.mka": {"codec": "pcm_s16le"},
+    "a.wma": {"codec": "wmav2", "rate": 44100, "b": "128000"},
+}
+
+
+def written(path: Path, *, codec: str, rate: int = 48000, seconds: float = SECONDS, **options: Any) -> bytes:
+    return write_sound(path, codec=codec, rate=rate, seconds=seconds, **options).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("ends")
+    return {name: written(folder / name, **settings) for name, settings in KINDS.items()}
+
+
+WAYS: dict[str, Callable[[AVDecoder], float]] = {
+    "whole": lambda decoder: decoder.get_audio().audio_clips[0].shape[1] / decoder.get_audio_samples_per_second(),
+    "clip": lambda decoder: (
+        decoder.get_audio_clips([(0, float("inf"))], audio_sample_rate=16000)[0][0].shape[1] / 16000
+    ),
+    "conversation": lambda decoder: len(sound_of(decoder, rate=16000).get()) / 16000,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_sound_that_is_cut_off_is_an_error_that_names_the_part(name: str, way: str, files: dict[str, bytes]) -> None:
+    data = files[name]
+    assert WAYS[way](AVDecoder(data, name=name)) == pytest.approx(SECONDS, abs=0.07)
+    for size in (len(data) // 2, len(data) * 9 // 10, len(data) - 3000, len(data) - 700):
+        with pytest.raises(DecodeError, match=f"part '{name}' .*(cut off|cannot be)"):
+            WAYS[way](AVDecoder(data[:size], name=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "container"),
+    [
+        ("a.mkv", "libx264", {}),
+        ("a.webm", "libvpx", {}),
+        ("fragments.mp4", "libx264", {"movflags": "frag_keyframe+empty_moov"}),
+        ("fast.mp4", "libx264", {"movflags": "faststart"}),
+        ("a.avi", "mpeg4", {}),
+        ("a.wmv", "wmv2", {}),
+    ],
+)
+def test_a_video_that_is_cut_off_is_an_error_that_names_the_part(
+    name: str, codec: str, container: dict[str, str], tmp_path: Path
+) -> None:
+    data = write_video(tmp_path / name, codec=codec, frames=40, container=container).read_bytes()
+    assert len(AVDecoder(data).get_video().video_clips[0]) == 40
+    for size in (len(data) // 2, len(data) * 9 // 10):
+        decoder = AVDecoder(data[:size], name=name)
+        with pytest.raises(DecodeError, match=f"part '{name}' .*(cut off|cannot be)"):
+            decoder.get_video()
+
+
+def test_what_lies_before_the_cut_is_there(files: dict[str, bytes]) -> None:
+    data = files["a.wav"]
+    (clip,), _ = AVDecoder(data[: len(data) // 2]).get_audio_clips([(0.5, 1)])
+    (whole,), _ = AVDecoder(data).get_audio_clips([(0.5, 1)])
+    np.testing.assert_array_equal(clip, whole)
+
+
+def test_bytes_behind_a_sound_are_no_cut(files: dict[str, bytes]) -> None:
+    for name in ("a.wav", "a.w64", "a.aiff", "a.caf", "a.mka"):
+        for way in WAYS.values():
+            assert way(AVDecoder(files[name] + bytes(100))) == pytest.approx(SECONDS, abs=0.04)
+
+
+@pytest.mark.parametrize("length", [0, 0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFF - 36])
+def test_a_wav_of_unknown_length_goes_to_the_end_of_its_file(length: int, files: dict[str, bytes]) -> None:
+    """As ffmpeg, sox and arecord write it into a pipe; the samples are counted by their bytes."""
+    data = bytearray(files["a.wav"])
+    at = data.index(b"data") + 4
+    struct.pack_into("<I", data, at, length)
+    struct.pack_into("<I", data, 4, min(length + 36, 0xFFFFFFFF))
+    samples = np.frombuffer(bytes(data[at + 4 :]), "<i2").reshape(-1, 2).T / np.float32(32768)
+    decoder = AVDecoder(bytes(data))
+    np.testing.assert_array_equal(decoder.get_audio().audio_clips[0].numpy(), samples)
+    assert decoder.get_metadata(get_audio_num_samples=True).audio_num_samples == SECONDS * 48000
+    assert decoder.get_time_range(video=False, audio=True) == (0, SECONDS)
+    assert sound_of(bytes(data), rate=48000).length == SECONDS * 48000
+
+
+def test_other_unknown_lengths_go_to_the_end_too(files: dict[str, bytes]) -> None:
+    au, caf = bytearray(files["a.au"]), bytearray(files["a.caf"])
+    struct.pack_into(">I", au, 8, 0xFFFFFFFF)
+    struct.pack_into(">q", caf, caf.index(b"data") + 4, -1)
+    webm = files["a.webm"]
+    at = webm.index(b"\x18\x53\x80\x67") + 4
+    live = webm[:at] + b"\x01" + b"\xff" * 7 + webm[at + 8 :]
+    for data in (bytes(au), bytes(caf), live):
+        for way in WAYS.values():
+            assert way(AVDecoder(data)) == pytest.approx(SECONDS, abs=0.02)
+
+
+# Chains ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("small", [1 << 30, 0])
+@pytest.mark.parametrize("codec", ["vorbis", "libopus", "flac"])
+def test_a_chain_of_oggs_is_the_sound_of_one_after_the_other(
+    codec: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends, "_SMALL", small)  # larger files are chains if their last stream is none of the first
+    paths = [tmp_path / "2.ogg", tmp_path / "3.ogg"]
+    for path, seconds in zip(paths, (2, 3), strict=True):
+        written(path, codec=codec, seconds=seconds, strict="-2")
+    data = b"".join(path.read_bytes() for path in paths)
+    expected = np.concatenate([all_samples(path) for path in paths], axis=1)
+    assert expected.shape == (2, 5 * 48000)
+    decoder = AVDecoder(data, name="a.ogg")
+    np.testing.assert_array_equal(decoder.get_audio().audio_clips[0].numpy(), expected)
+    ranges = [(0, float("inf")), (1.5, 2.5), (2.0, 2.1), (3.25, 4.75)]
+    for (begin, end), clip in zip(ranges, decoder.get_audio_clips(ranges)[0], strict=True):
+        place = slice(int(begin * 48000), None if end > 5 else int(end * 48000))
+        np.testing.assert_array_equal(clip.numpy(), expected[:, place])
+    (part,), _ = decoder.get_audio_clips([(95_000, 97_000)], "samples")
+    np.testing.assert_array_equal(part.numpy(), expected[:, 95_000:97_000])
+    assert decoder.get_time_range(video=False, audio=True) == (0, 5)
+    found = decoder.get_metadata(get_audio_num_samples=True)
+    assert (found.audio_duration, found.audio_num_samples) == (5, 5 * 48000)
+    heard = sound_of(data, rate=48000)
+    assert heard.length == 5 * 48000
+    np.testing.assert_allclose(heard.get(), expected.mean(axis=0), atol=1e-6)
+
+
+def test_links_of_a_chain_may_have_one_serial_number(files: dict[str, bytes]) -> None:
+    data = files["opus.ogg"] * 3
+    assert AVDecoder(data).get_audio().audio_clips[0].shape == (2, 9 * 48000)
+    assert AVDecoder(data).get_time_range(video=False, audio=True) == (0, 9)
+
+
+def test_a_chain_is_cut_off_where_its_last_link_is(files: dict[str, bytes]) -> None:
+    data = files["opus.ogg"] + files["vorbis.ogg"]
+    with pytest.raises(DecodeError, match=r"part 'a.ogg' is cut off: it has \d+ bytes, but not its last page"):
+        AVDecoder(data[:-1000], name="a.ogg").get_audio()
+
+
+# Rates ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rates", [(22050, 44100), (44100, 22050), (48000, 44100)])
+@pytest.mark.parametrize(("form", "codec"), [("mp3", "libmp3lame"), ("aac", "aac"), ("ogg", "vorbis")])
+def test_a_rate_that_changes_is_refused(form: str, codec: str, rates: tuple[int, int], tmp_path: Path) -> None:
+    container = {"write_xing": "0", "id3v2_version": "0"} if form == "mp3" else {}
+    pieces = [
+        written(tmp_path / f"{rate}.{form}", codec=codec, rate=rate, seconds=2, container=container, strict="-2")
+        for rate in rates
+    ]
+    for way in WAYS.values():
+        with pytest.raises(
+            DecodeError, match=f"part 'a.{form}' has sound whose sample rate changes, from .*{rates[1]}"
+        ):
+            way(AVDecoder(b"".join(pieces), name=f"a.{form}"))
+    if form != "ogg":  # whose length has to be counted
+        (clip,), _ = AVDecoder(b"".join(pieces)).get_audio_clips([(0, 1)])
+        assert clip.shape[1] == rates[0]
+
+
+# Lengths --------------------------------------------------------------------------------------------------------------
+
+
+def amr(samples: int) -> bytes:
+    """Return a sound of AMR: frames of 160 samples, and no word of how many."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="amr") as out:
+        stream: Any = out.add_stream("libopencore_amrnb", rate=8000, layout="mono")
+        stream.bit_rate = 12200
+        for first in range(0, samples, 160):
+            block = (8000 * np.sin(np.arange(first, first + 160) / 3)).astype(np.int16)[None]
+            frame = av.AudioFrame.from_ndarray(block, format="s16", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = 8000, first, Fraction(1, 8000)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("seconds", [1, 6, 20])
+def test_frames_of_amr_are_counted(seconds: int) -> None:
+    data = amr(8000 * seconds)
+    count = (len(data) - len("#!AMR\n")) // 32 * 160  # TS 26.101: a frame of 12.2 kb/s has 32 bytes
+    assert count >= 8000 * seconds
+    decoder = AVDecoder(data, name="a.amr")
+    assert decoder.get_audio().audio_clips[0].shape == (1, count)
+    assert decoder.get_audio_duration() == count / 8000
+    assert decoder.get_time_range(video=False, audio=True) == (0, count / 8000)
+    heard = sound_of(data, rate=8000)
+    assert heard.length == count
+    assert np.count_nonzero(heard.get()[-320:]) > 160
+
+
+@pytest.mark.parametrize(
+    ("form", "codec", "rate"),
+    [
+        *(("ts", codec, rate) for codec in ("aac", "mp2") for rate in (22050, 44100, 48000)),
+        *(("mpg", "mp2", rate) for rate in (22050, 44100, 48000)),
+        *((codec, codec, rate) for codec in ("ac3", "eac3") for rate in (44100, 48000)),
+        *(("avi", "pcm_s16le", rate) for rate in (22050, 44100, 48000)),
+        *(("caf", "alac", rate) for rate in (22050, 44100, 48000)),
+    ],
+)
+def test_sounds_whose_containers_do_not_count_are_whole(form: str, codec: str, rate: int, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{form}"
+    written(path, codec=codec, rate=rate, seconds=3.337)
+    expected = all_samples(path)
+    decoder = AVDecoder(path.read_bytes())
+    (whole,), _ = decoder.get_audio_clips([(0, float("inf"))])
+    np.testing.assert_array_equal(whole.numpy(), expected)
+    begin, end = decoder.get_time_range(video=False, audio=True)
+    assert (end - begin) * rate == pytest.approx(expected.shape[1], abs=1)
+    heard = sound_of(decoder, rate=rate)
+    assert heard.own_length == pytest.approx(expected.shape[1], abs=1)
+    np.testing.assert_allclose(heard.get()[: expected.shape[1] - 1], expected.mean(axis=0)[:-1], atol=1e-6)
+
+
+# Tracks ---------------------------------------------------------------------------------------------------------------
+
+
+def tracks(kind: str, marked: int | None) -> bytes:
+    """Return a Matroska of two sounds, or two videos, with one of them marked as default; None: neither."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska", options={"default_mode": "passthrough"}) as out:
+        streams: list[Any] = []
+        for _ in range(2):
+            streams.append(
+                out.add_stream("pcm_s16le", rate=8000, layout="mono")
+                if kind == "audio"
+                else out.add_stream("ffv1", rate=5)
+            )
+        for number, stream in enumerate(streams):
+            stream.disposition = av.stream.Disposition.default if number == marked else av.stream.Disposition(0)
+            if kind == "video":
+                stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        for number, stream in enumerate(streams):
+            if kind == "audio":
+                frame: Any = av.AudioFrame.from_ndarray(
+                    np.full((1, 8000), 1000 * (number + 1), np.int16), format="s16", layout="mono"
+                )
+                frame.sample_rate = 8000
+            else:
+                frame = av.VideoFrame.from_ndarray(np.full((24, 32), 60 * (number + 1), np.uint8), format="yuv420p")
+            frame.pts = 0
+            out.mux(stream.encode(frame))
+            out.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("marked", "chosen"), [(None, 0), (0, 0), (1, 1)])
+def test_the_track_that_is_marked_as_default_is_taken(marked: int | None, chosen: int) -> None:
+    sound = AVDecoder(tracks("audio", marked)).get_audio().audio_clips[0]
+    assert round(float(sound.mean()) * 32768) == 1000 * (chosen + 1)
+    video = AVDecoder(tracks("video", marked)).get_video().video_clips[0]
+    dark, light = (AVDecoder(tracks("video", number)).get_video().video_clips[0].float().mean() for number in (0, 1))
+    assert dark < light
+    assert video.float().mean() == (light if chosen else dark)
+
+
+# Rates of videos ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["mkv", "webm", "flv", "mp4", "ts"])
+def test_the_rate_of_a_video_is_the_mean_over_its_frames(form: str, tmp_path: Path) -> None:
+    codec = "libvpx" if form == "webm" else "libx264"
+    options = {} if form == "webm" else {"bf": "0"}
+    path = write_video(tmp_path / f"a.{form}", codec=codec, frames=40, varying=True, options=options)
+    with av.open(str(path)) as container:
+        times = [frame.time for frame in container.decode(video=0)]
+    between = (len(times) - 1) / (times[-1] - times[0])
+    decoder = AVDecoder(path.read_bytes())
+    assert decoder.get_video_fps() == pytest.approx(between, rel=0.1)  # that has no duration of the last frame
+    assert decoder.get_metadata().video_fps == decoder.get_video_fps()
+
+
+@pytest.mark.parametrize("form", ["mkv", "mp4", "ts"])
+def test_the_rate_of_even_frames_is_that_of_the_header(form: str, tmp_path: Path) -> None:
+    assert AVDecoder(write_video(tmp_path / f"a.{form}", frames=50, rate=24).read_bytes()).get_video_fps() == 24

@@ -1,0 +1,412 @@
+"""`energon lint` of mixes, joins, JSONL and crude datasets, through task encoders, for equal samples; its JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from commands import answer, energon, output_of, refusal_of
+from engine import text_dataset
+from keyed import ALL_TRAIN, CRUDE, TEXT, write_mix
+from PIL import Image
+from tar_builder import write_tar, write_texts
+
+from energon_bridge import (
+    Cooker,
+    CrudeSample,
+    DefaultTaskEncoder,
+    TextSample,
+    WorkerConfig,
+    basic_sample_keys,
+    get_train_dataset,
+)
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset, rebuild_index
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.check.media import MediaFilter
+from energon_bridge.tools.columns.making import add_column, content_hash
+
+
+def lint(*arguments: object) -> tuple[int, dict[str, Any]]:
+    result = energon("lint", *arguments, "--json", "--no-progress")
+    return result.exit_code, json.loads(result.stdout)
+
+
+class RefusesFive(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Fails for `text 5`."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        if sample.text == "text 5":
+            raise ValueError("five")
+        return sample
+
+
+def cook(sample: CrudeSample) -> TextSample:
+    return TextSample(**basic_sample_keys(sample), text=sample["json"]["text"])
+
+
+class Cooks(RefusesFive):
+    cookers: ClassVar = [Cooker(cook)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return text_dataset(tmp_path / "data", train=[4, 5], val=[3])
+
+
+def break_text(tar: Path, key: str) -> None:
+    whole = tar.read_bytes()
+    place = whole.index(b"text", whole.index(key.encode()))
+    tar.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
+
+
+def crude(root: Path) -> Path:
+    write_tar(root / "s.tar", [(f"{n}.json", json.dumps({"text": f"text {n}"}).encode()) for n in range(8)])
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=CRUDE)
+    return root
+
+
+def jsonl(path: Path) -> Path:
+    path.write_text("".join(json.dumps({"text": f"text {n % 7}"}) + "\n" for n in range(8)))
+    return path
+
+
+def test_every_split_and_its_json(data: Path) -> None:
+    assert lint(data) == (0, {"ok": True, "checked": 12, "samples": 12, "empty": [], "warnings": [], "problems": []})
+    break_text(data / "val/shard_000.tar", "00001")
+    code, report = lint(data, "--parallel", 2)
+    (problem,) = report["problems"]
+    assert (code, report["ok"], report["checked"]) == (1, False, 12)
+    assert (problem["split_part"], problem["shard"], problem["key"], problem["part"]) == (
+        "val",
+        "val/shard_000.tar",
+        "00001",
+        "txt",
+    )
+    assert lint(data, "--split-parts", "train")[0] == 0
+    remedy = (
+        "Repair the sample in its source, and convert or prepare again; to leave it out, add it as SHARD/KEY to `ex"
+    )
+    assert remedy in problem["remedy"]
+    assert (
+        f"1 problem: {remedy}clude` of split.yaml.\nFailed: 1 problem in 12 samples.\n" in energon("lint", data).output
+    )
+
+
+def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
+    data = text_dataset(tmp_path / "data", train=[4, 5, 6, 7], val=[3])
+    break_text(data / "train/shard_001.tar", "00007")
+    checked = [lint(data, "--task", f"{number}/3") for number in range(3)]
+    assert [code for code, _ in checked] == [0, 1, 0]
+    assert [report["checked"] for _, report in checked] == [4 + 7 + 3, 5, 6]
+    assert [report["samples"] for _, report in checked] == [14, 5, 6]
+    refusal_of("lint", data, "--task", "0/3", "--duplicates")
+
+
+def test_a_mix_is_linted_with_all_its_datasets(data: Path, tmp_path: Path) -> None:
+    """Those that several splits read are checked once."""
+    other, mix = text_dataset(tmp_path / "other", train=[6], val=[2]), tmp_path / "mix.yaml"
+    lines = jsonl(tmp_path / "lines.jsonl")
+    twice = [{"path": "data", "weight": 2}, {"path": "other"}, {"path": "lines.jsonl"}, {"path": "data", "weight": 1}]
+    write_mix(mix, train={"blend": twice}, val={"path": "data", "split_part": "val"})
+    assert lint(mix) == (0, {"ok": True, "checked": 26, "samples": 26, "empty": [], "warnings": [], "problems": []})
+    break_text(other / "train/shard_000.tar", "00003")
+    lines.write_text(lines.read_text().replace('{"text": "text 2"}', '{"text": "text 2"!'))
+    code, report = lint(mix)
+    assert code == 1
+    assert [(one["dataset"], one["key"]) for one in report["problems"]] == [(str(other), "00003"), (str(lines), "2")]
+    assert lint(mix, "--split-parts", "val")[0] == 0
+    refusal_of("lint", mix, "--split-config", "x.yaml")
+
+
+def test_joins_that_do_not_match_are_named(tmp_path: Path) -> None:
+    for name, counts in (("data", [4, 5]), ("fewer", [7])):
+        rebuild_index(text_dataset(tmp_path / name, train=counts))  # with a key index
+    mix = tmp_path / "mix.yaml"
+    joiner = {"__module__": "megatron.energon", "__class__": "TextSample"}
+    both = {"one": {"path": "data"}, "two": {"path": "fewer", "nonmatch": "error"}}
+    write_mix(mix, train={"join": both, "joiner": joiner})
+    code, report = lint(mix)
+    (problem,) = report["problems"]
+    assert (code, report["checked"], problem["split_part"]) == (1, 16, "train")
+    assert "UnmatchedKeyError" in problem["message"]
+    assert "00007" in problem["message"]
+    assert not (tmp_path / "mix.yaml.cache").exists()
+    mix.write_text(mix.read_text().replace("nonmatch: error", "nonmatch: skip"))
+    assert lint(mix)[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["texts", "crude", "jsonl", "mix"])
+def test_through_a_task_encoder(data: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = {"texts": data, "crude": tmp_path / "crude", "jsonl": tmp_path / "x.jsonl", "mix": tmp_path / "m.yaml"}[kind]
+    if kind == "crude":
+        crude(path)
+    elif kind == "jsonl":
+        jsonl(path)
+    elif kind == "mix":
+        write_mix(path, train={"path": "data"}, val={"path": "data", "split_part": "val"})
+    encoder = "RefusesFive" if kind in ("texts", "mix") else "Cooks"
+    assert lint(path)[0] == 0
+    code, report = lint(path, "--encoder", f"test_lint_kinds:{encoder}")
+    (problem,) = report["problems"]
+    assert (code, problem["key"]) == (1, {"texts": "00005", "mix": "00005", "crude": "5", "jsonl": "5"}[kind])
+    assert problem["message"].startswith("encode_sample: ValueError: five")
+    shown = energon("lint", path, "--encoder", f"test_lint_kinds:{encoder}", "--no-progress")
+    assert f"test_lint_kinds:{encoder} encodes" in shown.output
+    assert shown.exit_code == 1
+    monkeypatch.chdir(tmp_path)
+    assert energon("lint", path.name, "--encoder", f"test_lint_kinds:{encoder}", "--no-progress").output == shown.output
+
+
+def test_equal_samples_are_named_both(tmp_path: Path) -> None:
+    """By computed hashes, and by the column; shards that came after the column was made count, too."""
+    shards = {"s_0": ["x", "y", "x"], "s_1": ["z", "y"]}
+    root = tmp_path / "data"
+    for shard, texts in shards.items():
+        write_tar(root / f"{shard}.tar", [(f"{shard}-{n}.txt", text.encode()) for n, text in enumerate(texts)])
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=TEXT)
+    expected = [
+        ("s_0.tar", "s_0-2", f"has the content of key 's_0-0' in {root}/s_0.tar"),
+        ("s_1.tar", "s_1-1", f"has the content of key 's_0-1' in {root}/s_0.tar"),
+    ]
+    assert lint(root)[0] == 0
+    for prepare in (lambda: None, lambda: energon("columns", "add", root, "--hash", "--num-workers", 1)):
+        prepare()
+        code, report = lint(root, "--duplicates")
+        assert code == 1
+        assert [(one["shard"], one["key"], one["message"]) for one in report["problems"]] == expected
+    assert "4 samples in 2 groups" in energon("columns", "duplicates", root).output
+    write_tar(root / "s_2.tar", [("new.txt", b"z")])
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=TEXT)
+    report = lint(root, "--duplicates", "--parallel", 2)[1]
+    assert [one["key"] for one in report["problems"]] == ["s_0-2", "s_1-1", "new"]
+    split = root / ".nv-meta/split.yaml"
+    split.write_text(split.read_text().replace("exclude: []", "exclude: ['s_0.tar/s_0-0', 's_0.tar/s_0-1']"))
+    assert [one["key"] for one in lint(root, "--duplicates")[1]["problems"]] == ["new"]
+
+
+def test_equal_samples_of_jsonl_and_across_datasets(tmp_path: Path) -> None:
+    lines, mix = jsonl(tmp_path / "x.jsonl"), tmp_path / "mix.yaml"
+    assert [one["key"] for one in lint(lines, "--duplicates")[1]["problems"]] == ["7"]
+    for name in ("a", "b"):
+        text_dataset(tmp_path / name, train=[2])
+    write_mix(mix, train={"blend": [{"path": name, "weight": 1} for name in "ab"]})
+    code, report = lint(mix, "--duplicates")
+    assert code == 1
+    assert [(one["dataset"], one["key"]) for one in report["problems"]] == [
+        (str(tmp_path / "b"), "00000"),
+        (str(tmp_path / "b"), "00001"),
+    ]
+    assert f"in {tmp_path}/a/train/shard_000.tar" in report["problems"][0]["message"]
+
+
+def rows_with_ids(folder: Path) -> list[dict[str, Any]]:
+    """Write pictures; return rows with an id each, of which the last two repeat content of the first two."""
+    colours = ["red", "green", "blue", "red", "green"]
+    texts = ["a", "b", "c", "a", "other"]
+    (folder / "media").mkdir()
+    for number, colour in enumerate(colours):
+        Image.new("RGB", (9, 9), colour).save(folder / f"media/{number}.png")
+    return [
+        {"id": f"row-{n}", "image": f"media/{n}.png", "url": f"http://there/{n}", "caption": text, "score": 3}
+        for n, text in enumerate(texts)
+    ]
+
+
+def as_talk(row: dict[str, Any]) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": row["caption"]}]
+    return {"id": row["id"], "image": row["image"], "conversations": turns, "time": row["id"]}
+
+
+@pytest.mark.parametrize("kind", ["captions", "talks", "table"])
+def test_duplicates_of_converted_tables_are_found(tmp_path: Path, kind: str) -> None:
+    """Ids, URLs and names of files differ in each row; of the two images that come again, one has another caption."""
+    rows = [as_talk(row) if kind == "talks" else row for row in rows_with_ids(tmp_path)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "table":
+        source = tmp_path / "rows.parquet"
+        media = [{"bytes": (tmp_path / row["image"]).read_bytes(), "path": None} for row in rows]
+        columns = {name: [row[name] for row in rows] for name in ("id", "caption", "url")}
+        pq.write_table(pa.table({**columns, "image": media}), source)
+    root = tmp_path / "out"
+    output_of("convert", source, root, "--split-ratio", "1,0,0")
+    for checked in (root, source) if kind == "table" else (root,):
+        code, report = lint(checked, "--duplicates")
+        assert [one["key"] for one in report["problems"]] == ["000000003"]
+        assert "has the content of key '000000000'" in report["problems"][0]["message"]
+        assert code == 1
+    assert "1 duplicate. Compared: media" in refusal_of("lint", root, "--duplicates", "--no-progress")
+    assert "Compared: media" in output_of("columns", "add", root, "--hash")
+    assert "2 samples in 1 group of equal ones" in output_of("columns", "duplicates", root)
+
+
+def test_that_there_are_no_duplicates_is_said(tmp_path: Path) -> None:
+    root = text_dataset(tmp_path / "data", train=[4, 5])
+    assert "No duplicates. Compared: media" in output_of("lint", root, "--duplicates", "--no-progress")
+
+
+def test_samples_of_ids_alone_are_compared_by_them(tmp_path: Path) -> None:
+    lines = tmp_path / "x.jsonl"
+    lines.write_text("".join(json.dumps({"id": n % 3}) + "\n" for n in range(4)))
+    assert [one["key"] for one in lint(lines, "--duplicates")[1]["problems"]] == ["3"]
+
+
+def test_a_column_that_compared_ids_is_made_again(tmp_path: Path) -> None:
+    root = text_dataset(tmp_path / "data", train=[3])
+    add_column(root, "hash", content_hash, made_of="hash of the content", raw=True)
+    assert "columns add" in refusal_of("columns", "duplicates", root)
+    output_of("columns", "add", root, "--hash")
+    assert "No duplicates." in output_of("columns", "duplicates", root)
+
+
+# --- the split file -----------------------------------------------------------------------------------------------
+
+WRONG_EXCLUDES = {
+    "00002": "names no shard. Write a shard, 'train/shard_000.tar', or one of its samples, 'train/shard_000.tar/00002'",
+    "00002.jpg": "names no shard",
+    "train/shard_0000.tar": "has no shard 'train/shard_0000.tar'. Did you mean 'train/shard_000.tar'?",
+    "train/shard_0000.tar/00002": "has no shard 'train/shard_0000.tar'. Did you mean 'train/shard_000.tar'?",
+    "train/shard_000.tar/99999": "",
+}
+
+
+@pytest.mark.parametrize("entry", WRONG_EXCLUDES)
+def test_an_exclude_that_leaves_nothing_out_is_an_error_of_info_and_lint_and_logged(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, entry: str
+) -> None:
+    data = write_texts(tmp_path / "data", {"train/shard_000.tar": ["1", "2"], "val/shard_000.tar": ["3"]})
+    rule = parse_patterns(["train:train", "val:val"])
+    prepare_dataset(data, split=rule, dataset_yaml=TEXT)
+    split, expected = data / ".nv-meta/split.yaml", WRONG_EXCLUDES[entry]
+    split.write_text(split.read_text().replace("exclude: []", f"exclude: ['{entry}', 'val/shard_000.tar/3']"))
+    summary = answer("info", data)
+    assert f"split.yaml, field `exclude`: '{entry}'" in summary["wrong"][0]
+    assert expected in summary["wrong"][0]
+    assert [part["num_excluded_samples"] for part in summary["parts"]] == [0, 1]
+    assert "WRONG: " in energon("info", data).output
+    write_mix(tmp_path / "mix.yaml", train={"path": "data"})
+    for path in (data, tmp_path / "mix.yaml"):
+        code, report = lint(path)
+        assert (code, len(report["problems"])) == (1, 1)
+        assert (expected or "lists the sample '99999', which is not there") in report["problems"][0]["message"]
+    caplog.clear()
+    data = data.rename(tmp_path / "again")  # each file is named once
+    for part in ("train", "val"):
+        get_train_dataset(data, split_part=part, batch_size=1, worker_config=WorkerConfig(num_workers=0))
+    assert [expected in message for message in caplog.messages] == [True] * bool(expected)
+
+
+def test_shards_in_two_parts_or_none_are_warned_of(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert lint(data)[1]["warnings"] == []
+    split = "split_parts: {train: [train/shard_000.tar, val/shard_000.tar], val: [val/shard_000.tar], old: []}"
+    (data / ".nv-meta/split.yaml").write_text(split)
+    code, report = lint(data)
+    assert code == 0
+    for warnings in (report["warnings"], answer("info", data)["warnings"]):
+        assert len(warnings) == 2
+        assert "split.yaml: 1 of the shards of `train` are in `val`, too" in warnings[0]
+        assert "1 of 3 shards are in no split part, so nothing reads them; the first is 'train/shard_001" in warnings[1]
+    assert "WARNING: " in energon("info", data).output
+    caplog.clear()
+    write_mix(tmp_path / "mix.yaml", train={"path": str(data)})
+    assert lint(tmp_path / "mix.yaml")[1]["warnings"] == report["warnings"]
+    assert caplog.messages == []  # they are findings
+    get_train_dataset(data, batch_size=1, worker_config=WorkerConfig(num_workers=0))
+    assert caplog.messages == report["warnings"]
+
+
+def test_empty_texts_are_counted(tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "data/s.tar", [("a.txt", b"text"), ("b.txt", b" \n"), ("c.txt", b"")])
+    for kind, fields in (("TextSample", {"text": "txt"}), ("CrudeWebdataset", None)):
+        prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=render_dataset_yaml(kind, fields))
+        code, report = lint(tar.parent)
+        assert code == 0
+        (warning,) = report["warnings"]
+        assert warning.startswith(f"{tar.parent}, train: 2 samples with an empty text; the first is s.tar/b. To leave")
+
+
+def test_turned_images_are_counted(tmp_path: Path) -> None:
+    def turned(form: str, orientation: int, **settings: Any) -> bytes:
+        image, file = Image.new("RGB", (8, 8)), io.BytesIO()
+        exif = image.getexif()
+        exif[0x112] = orientation
+        image.save(file, form, **settings or {"exif": exif})
+        return file.getvalue()
+
+    files = {"0.jpg": turned("JPEG", 1), "1.jpg": turned("JPEG", 6), "2.jpg": turned("JPEG", 3)}
+    files["3.jpg"] = turned("JPEG", 1, xmp=b'<x tiff:Orientation="6"/>')
+    files |= {"4.webp": turned("WEBP", 6), "5.png": turned("PNG", 8), "6.png": turned("PNG", 1), "7.png": b"eXIf"}
+    files["8.tiff"] = turned("TIFF", 6)  # which Pillow turns
+    fields = render_dataset_yaml("ImageSample", {"image": "jpg,webp,png,tiff"})
+    tar = write_tar(tmp_path / "data/s.tar", list(files.items()))
+    prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=fields)
+    _, report = lint(tar.parent)
+    (warning,) = report["warnings"]
+    assert warning.startswith(
+        f"{tar.parent}, train: 5 samples with an image that its EXIF or XMP turns; the first is s.tar/1. T"
+    )
+
+
+def test_sounds_that_cannot_be_opened_are_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tar = write_tar(tmp_path / "data/s.tar", [(f"{number}.wav", b"RIFF") for number in range(3)])
+    prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=CRUDE)
+    monkeypatch.setattr("energon_bridge.tools.check.lint.find_spec", lambda name: None)  # PyAV is not there
+    code, report = lint(tar.parent)
+    assert code == 0
+    (warning,) = report["warnings"]
+    said = "train: 3 samples with a video or sound, not opened; the first is s.tar/0. To check them: pip install"
+    assert warning.startswith(f"{tar.parent}, {said}")
+
+
+# --- info ---------------------------------------------------------------------------------------------------------
+
+
+def test_info_knows_parts_media_columns_and_tars_that_came_later(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for name, size in (("a", (40, 30)), ("b", (64, 20))):
+        file = io.BytesIO()
+        Image.new("RGB", size).save(file, "PNG")
+        write_tar(root / f"{name}.tar", [(f"{name}.png", file.getvalue()), (f"{name}.txt", b"text!")])
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=CRUDE, media=MediaFilter(strategy="EXTENSION"))
+    output_of("columns", "add", root, "--image-size", "--num-workers", 1)
+    write_tar(root / "later.tar", [("c.txt", b"")])
+    found = answer("info", root)
+    assert (found["num_samples"], found["new_shards"], found["missing_shards"]) == (2, ["later.tar"], [])
+    assert found["part_types"]["txt"] == {"count": 2, "num_bytes": 10}
+    assert found["part_types"]["png"]["count"] == 2
+    assert found["media"] == {"image": {"count": 2, "ranges": {"width": [40, 64], "height": [20, 30]}}}
+    assert found["columns"]["width"] == {
+        "made_of": "width and height of the content", "samples": 2, "least": 40, "mean": 52, "most": 64
+    }  # fmt: skip
+    shown = energon("info", root).output
+    for line in (
+        "part:         txt, 2 of 10 B",
+        "media:        image, 2 files, width 40 to 64, height 20 to 30",
+        "column:       width, width and height of the content, 40 to 64, mean 52",
+        "NOT PREPARED: later.tar",
+    ):
+        assert line in shown
+    (root / ".nv-meta/index.sqlite").write_bytes(b"no index")
+    assert answer("info", root)["part_types"]["png"] == {"count": None, "num_bytes": None}
+
+
+def test_info_of_jsonl_and_mixes(data: Path, tmp_path: Path) -> None:
+    lines, mix = jsonl(tmp_path / "x.jsonl"), tmp_path / "mix.yaml"
+    assert answer("info", lines)["num_samples"] == 8
+    blend = [{"path": "data", "weight": 3}, {"path": "x.jsonl", "weight": 1}]
+    write_mix(mix, train={"blend": blend}, val={"path": "data", "split_part": "val"})
+    found = answer("info", mix)
+    train = {"path": str(data), "split_part": "train", "mixed": "weight 0.75", "num_samples": 9}
+    assert found["splits"]["train"][0] == train
+    assert [leaf["num_samples"] for leaf in found["splits"]["train"] + found["splits"]["val"]] == [9, 8, 3]
+    assert [one["path"] for one in found["datasets"]] == [str(data), str(lines)]
+    output = output_of("info", mix)
+    assert "train: 17 samples" in output
+    assert "weight 0.75" in output

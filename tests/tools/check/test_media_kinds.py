@@ -1,0 +1,298 @@
+"""One table says what is an image, and what is video or sound: for decoders, `convert`, `prepare-media` and lists."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import answer
+from PIL import Image
+from sources import QUIETLY, convert, converted, members, refused
+
+from energon_bridge import SampleDecoder, get_loader, get_train_dataset
+from energon_bridge.core.errors import DecodeError
+from energon_bridge.core.format.media import (
+    AV_EXTENSIONS,
+    BY_EXTENSION,
+    FORMATS,
+    HEAD_BYTES,
+    IMAGE_EXTENSIONS,
+    extension_by_head,
+    format_by_head,
+    kind_by_head,
+    kind_by_name,
+)
+from energon_bridge.core.format.nvmeta import read_info
+from energon_bridge.core.storage import open_store
+from energon_bridge.tools.check.media import MediaFilter, prepare_media
+from energon_bridge.tools.columns.making import image_size
+
+HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(40)
+ALL = ("--split-ratio", "1,0,0")
+WRITTEN = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "JPEG2000", "AVIF", "ICO", "DDS", "TGA", "PCX", "SGI")
+
+
+def picture(codec: str, color: str = "red", size: tuple[int, int] = (16, 16)) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, color).save(out, codec)
+    return out.getvalue()
+
+
+def psd(width: int, height: int) -> bytes:
+    """Return a picture of Photoshop: three channels, not packed."""
+    pixels = np.arange(3 * height * width, dtype=np.uint8).tobytes()
+    return struct.pack(">4sH6xHIIHH", b"8BPS", 1, 3, height, width, 8, 3) + bytes(12) + b"\0\0" + pixels
+
+
+def as_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def as_jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def type_of(out: Path) -> str:
+    return (out / ".nv-meta/dataset.yaml").read_text().partition("__class__:")[2].split()[0]
+
+
+def images_of(out: Path, count: int) -> dict[str, np.ndarray]:
+    dataset = get_train_dataset(out, batch_size=1, image_decode="rgb8", shuffle_buffer_size=None)
+    loader = iter(get_loader(dataset))
+    return {batch.__key__[0]: np.asarray(batch.image[0]) for batch in (next(loader) for _ in range(count))}
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+def test_no_extension_has_two_kinds() -> None:
+    names = [name for one in FORMATS for name in one.extensions]
+    assert len(names) == len(set(names))
+    assert not IMAGE_EXTENSIONS & AV_EXTENSIONS
+    assert BY_EXTENSION.keys() == IMAGE_EXTENSIONS | AV_EXTENSIONS
+    assert all(kind_by_name(f"x.{name}") == one.kind for name, one in BY_EXTENSION.items())
+    assert {"gif", "ico", "j2k", "jpx", "tiff", "aac", "avi", "m4v", "webm"} < BY_EXTENSION.keys()  # megatron-energon's
+
+
+@pytest.mark.parametrize("codec", WRITTEN)
+def test_first_bytes_say_the_format_or_nothing(codec: str) -> None:
+    found = format_by_head(picture(codec)[:HEAD_BYTES])
+    assert (None if found is None else found.codec) in (codec, None)
+    assert (found is None) == (codec in ("PPM", "TGA", "PCX", "SGI"))
+
+
+@pytest.mark.parametrize(
+    ("head", "extension"),
+    [
+        (HEIC, "heic"),
+        (b"\0\0\0\x1cftypmif1\0\0\0\0mif1avifmiaf", "avif"),
+        (b"\0\0\0\x1cftypavis\0\0\0\0", "avif"),
+        (b"\0\0\0\x18ftypmp42", "mp4"),
+        (b"\0\0\0\x18ftypM4A ", "mp4"),
+        (psd(2, 2), "psd"),
+        (b"FLV\x01\x05\0\0\0\x09", "flv"),
+        (b"\xff\xf1\x50\x80", "aac"),
+        (b"\xff\xfb\x90\x00", "mp3"),
+        (b"\0\0\x01\xba", "mpg"),
+        (b"BM is a text", None),
+        (b"\0\0\x01\0" + bytes(30), None),
+        (b"text", None),
+        (b"", None),
+    ],
+)
+def test_extensions_by_first_bytes(head: bytes, extension: str | None) -> None:
+    assert extension_by_head(head) == extension
+    assert kind_by_head(head) == (None if extension is None else kind_by_name(f"x.{extension}"))
+
+
+# --- decoding -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extension", "data"),
+    [
+        *((name, picture(BY_EXTENSION[name].codec)) for name in ("tga", "ico", "dds", "pcx", "sgi", "avif", "apng")),
+        *((name, picture("TGA")) for name in ("TGA", "vst")),
+        ("psd", psd(5, 4)),
+        ("jfif", picture("JPEG")),
+        ("pnm", picture("PPM")),
+        ("tga", picture("PNG")),  # whatever its name
+        ("png", picture("ICO")),
+    ],
+)
+def test_pictures_of_each_extension_decode(extension: str, data: bytes) -> None:
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(image.convert("RGB"))
+    np.testing.assert_array_equal(SampleDecoder(image_decode="rgb8").decode(extension, data), expected)
+    deferred = SampleDecoder(image_decode="pilrgb", defer_images=True).decode(extension, data)
+    assert deferred.size == deferred.get().size == expected.shape[1::-1]
+
+
+def test_what_is_recognised_by_nothing_is_decoded_by_its_name_alone() -> None:
+    with pytest.raises(DecodeError, match="the content is none of JPEG"):
+        SampleDecoder().decode("jpg", picture("TGA"))
+    with pytest.raises(DecodeError, match=r"none of JPEG.*TGA"):
+        SampleDecoder().decode("tga", b"nothing of the kind" * 9)
+
+
+# --- lists and tables ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [as_csv, as_jsonl])
+@pytest.mark.parametrize("extension", ["avif", "jfif", "apng", "ppm", "tga", "JPE", "dib", "jpx"])
+def test_columns_of_any_image_are_images(tmp_path: Path, extension: str, write: Any) -> None:
+    codec = BY_EXTENSION[extension.lower()].codec
+    colors = ["red", "green", "blue"]
+    for number, color in enumerate(colors):  # two thirds of one format, a third of another
+        other = number == 2
+        data = picture("JPEG" if other else codec, color)
+        (tmp_path / f"{number}.{'jpg' if other else extension}").write_bytes(data)
+    rows = [{"image": f"{n}.{'jpg' if n == 2 else extension}", "caption": color} for n, color in enumerate(colors)]
+    out = converted(write(tmp_path / f"list.{write.__name__[3:]}", rows), tmp_path / "out", *ALL)
+    assert type_of(out) == "CaptioningSample"
+    found = images_of(out, 3)
+    for number, color in enumerate(colors):
+        expected = np.asarray(Image.new("RGB", (1, 1), color))[0, 0].astype(int)
+        assert abs(found[f"{number:09d}"][8, 8].astype(int) - expected).max() < 40
+
+
+@pytest.mark.parametrize("write", [as_csv, as_jsonl])
+@pytest.mark.parametrize("extension", ["opus", "flv", "heic", "mpg", "m4a"])
+def test_columns_of_other_media_are_files(tmp_path: Path, extension: str, write: Any) -> None:
+    (tmp_path / f"a.{extension}").write_bytes(HEIC)
+    source = write(tmp_path / f"list.{write.__name__[3:]}", [{"media": f"a.{extension}", "caption": "x"}] * 3)
+    out = converted(source, tmp_path / "out", *ALL)
+    assert members(out)[f"000000000.{extension}"] == HEIC
+    assert type_of(out) == ("CaptioningSample" if extension == "heic" else "CrudeWebdataset")
+
+
+@pytest.mark.parametrize("name", ["a.dng", "a.npy", "a.txt", "sub/plain"])
+def test_columns_of_other_files_are_no_texts(tmp_path: Path, name: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / name).write_bytes(b"something")
+    source = as_csv(tmp_path / "list.csv", [{"scan": name, "text": "hello"}] * 3)
+    out = converted(source, tmp_path / "out", *ALL)
+    assert type_of(out) == "CrudeWebdataset"
+    extension = name.rpartition(".")[2] if "." in name else "bin"
+    assert members(out)[f"000000000.{extension}"] == b"something"
+
+
+def test_images_without_an_extension_are_known_by_their_content(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/1").write_bytes(picture("AVIF"))
+    source = as_csv(tmp_path / "list.csv", [{"image": "images/1", "caption": "hello"}] * 3)
+    out = converted(source, tmp_path / "out", *ALL)
+    assert type_of(out) == "CaptioningSample"
+    assert "000000000.avif" in members(out)
+
+
+def test_a_column_of_images_that_are_not_there_is_no_text(tmp_path: Path) -> None:
+    source = as_jsonl(tmp_path / "list.jsonl", [{"image": f"{n}.dng", "text": "hello"} for n in range(3)])
+    assert "none of the 3 files named in the first rows exists" in refused(source, tmp_path / "out")
+
+
+def test_a_column_with_few_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(picture("JPEG"))
+    rows = [{"image": name, "text": "hello"} for name in ("a.jpg", "n/a", "n/a")]
+    message = refused(as_csv(tmp_path / "list.csv", rows), tmp_path / "out")
+    assert "the column `image` names files ('a.jpg') in 1 of its first 3 rows, but also has 'n/a'" in message
+    assert "Leave it empty in rows without a file" in message
+
+
+def test_texts_stay_texts(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"see www.example.com, v1.{n} and cat.jpg there", "source": "x.org", "format": "jpg"} for n in range(3)
+    ]
+    out = converted(as_jsonl(tmp_path / "list.jsonl", rows), tmp_path / "out", *ALL)
+    assert type_of(out) == "TextSample"
+
+
+@pytest.mark.parametrize(("data", "extension"), [(HEIC, "heic"), (picture("AVIF"), "avif"), (psd(3, 3), "psd")])
+def test_bytes_in_parquet_get_their_extension(tmp_path: Path, data: bytes, extension: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"image": [data] * 3, "caption": ["x"] * 3}), tmp_path / "t.parquet")
+    out = converted(tmp_path / "t.parquet", tmp_path / "out", *ALL)
+    assert members(out)[f"000000000.{extension}"] == data
+    assert type_of(out) == "CaptioningSample"
+
+
+# --- folders ------------------------------------------------------------------------------------------------------
+
+
+def test_every_file_of_a_folder_is_taken_or_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    taken = ["a.jpg", "b.jfif", "c.avif", "d.apng", "e.ppm", "f.TGA", "g.ico", "h.webp", "i.heic"]
+    for name in taken:
+        extension = name.rpartition(".")[2].lower()
+        (folder / name).write_bytes(HEIC if extension == "heic" else picture(BY_EXTENSION[extension].codec))
+    for name in ("x.dng", "y.dng", "Thumbs.db", "README", ".DS_Store", "z.txt", "a.json"):
+        (folder / name).write_bytes(b"{}")
+    for name in taken:
+        (folder / name).with_suffix(".txt").write_text("a caption")
+    output = convert(folder, tmp_path / "out", *ALL)
+    assert (
+        "Left out: 1 .db (neither media nor a caption), 2 .dng (neither media nor a caption), "
+        "1 .json (.txt beside it is taken), 1 .txt (no media beside it), 1 without an extension (neither media nor a "
+        "caption), 1 hidden."
+    ) in output
+    assert sum(read_info(open_store(tmp_path / "out")).shard_counts.values()) == len(taken)
+    assert type_of(tmp_path / "out") == "CaptioningSample"
+    assert len(answer("convert", folder, tmp_path / "out", *QUIETLY, *ALL)["left_out"]) == 6
+
+
+def test_captions_in_folders_of_classes_and_files_beside_tars_are_counted(tmp_path: Path) -> None:
+    for name in ("cat/a.jpg", "dog/b.avif", "dog/c.raw"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(picture("AVIF" if name.endswith("avif") else "JPEG"))
+    (tmp_path / "in/cat/a.txt").write_text("a caption")
+    said = convert(tmp_path / "in", tmp_path / "out", *ALL, "--kind", "classes")
+    assert "1 .raw (neither media nor a caption), 1 .txt (a folder of classes has no captions)" in said
+    (tmp_path / "tars").mkdir()
+    shard = next((tmp_path / "out").rglob("*.tar"))
+    (tmp_path / "tars/s.tar").write_bytes(shard.read_bytes())
+    (tmp_path / "tars/lost.jpg").write_bytes(picture("JPEG"))
+    assert "1 .jpg (no tar)" in convert(tmp_path / "tars", tmp_path / "out2", *ALL)
+
+
+def test_files_of_a_folder_that_its_list_does_not_name_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.jpg", "b.jpg", "c.avif", "d.jpg"):
+        (folder / name).write_bytes(picture("AVIF" if name.endswith("avif") else "JPEG"))
+    as_csv(folder / "metadata.csv", [{"file_name": name, "caption": "x"} for name in ("a.jpg", "b.jpg")])
+    said = convert(folder, tmp_path / "out", *ALL)
+    assert "Left out: 1 .avif (not named in metadata.csv), 1 .jpg (not named in metadata.csv)." in said
+
+
+def test_a_folder_without_media_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.dng").write_bytes(b"raw")
+    message = refused(tmp_path / "in", tmp_path / "out")
+    assert "There are 1 .dng (neither media nor a caption)." in message
+
+
+# --- metadata -----------------------------------------------------------------------------------------------------
+
+
+def test_sizes_of_all_kinds_are_written_down(tmp_path: Path) -> None:
+    for name in ("a.jfif", "b.avif", "c.tga", "d.apng", "e.ppm"):
+        codec = BY_EXTENSION[name.rpartition(".")[2]].codec
+        (tmp_path / name).write_bytes(picture(codec, size=(7, 5)))
+        assert image_size({"txt": b"", name: (tmp_path / name).read_bytes()}) == {"width": 7, "height": 5}
+    (tmp_path / "f.heic").write_bytes(HEIC)
+    found = prepare_media(tmp_path, MediaFilter(strategy="EXTENSION"))
+    assert (found.num_files, found.failed) == (5, ("f.heic",))

@@ -1,0 +1,128 @@
+"""`energon bench`: rates of every number of workers, what a sample costs, and what limits."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import answer, output_of, refusal_of
+from made import made_once
+from object_server import serving
+from sources import coco, converted
+
+from energon_bridge.tools.cli import bench
+from energon_bridge.tools.testing import create_captioning_test_dataset
+
+RATE = bench.Rate(
+    workers=0,
+    samples=1000,
+    samples_per_second=1000.0,
+    bytes_per_second=1e8,
+    cpu_per_sample=1e-3,
+    training_cpu=1.0,
+    making=1.0,
+    load=1e-4,
+    encode=1e-4,
+    batch=8e-4,
+    requests=0,
+    bytes_per_request=0.0,
+    seconds_per_request=0.0,
+    waiting=0.0,
+)
+READING = replace(RATE, encode=0.0, batch=0.0)
+
+
+dataset = made_once(create_captioning_test_dataset, num_train=24, num_val=4)
+
+
+def test_every_number_of_workers_is_measured(dataset: Path) -> None:
+    found = answer("bench", dataset, "--batch-size", 4, "--num-workers", 1, "--seconds", 0.2)
+    assert [rate["workers"] for rate in found["rates"]] == [0, 1]
+    for rate in (found["reading"], *found["rates"]):
+        assert rate["samples"] >= 4
+        assert rate["samples_per_second"] > 0
+        assert rate["bytes_per_second"] > 0
+        assert rate["requests"] == 0
+    assert found["rates"][0]["cpu_per_sample"] > 0
+    assert found["workers"] in (0, 1)
+
+
+def test_it_prints_stages_rates_and_a_limit(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench_encoders.py").write_text(
+        "from energon_bridge import DefaultTaskEncoder\n"
+        "class Mine(DefaultTaskEncoder):\n"
+        "    def encode_sample(self, sample):\n"
+        "        return sample\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = ["--batch-size", 4, "--num-workers", 0, "--seconds", 0.2, "--encoder", "bench_encoders:Mine"]
+    output = output_of("bench", dataset, *flags)
+    del sys.modules["bench_encoders"]
+    for words in ("Time for a sample, without workers: reading ", "samples/s", "0 (enough)", "\nLimit: ", "\nTry: "):
+        assert words in output
+
+
+def test_fields_may_lie_in_json(tmp_path: Path) -> None:
+    source, flags, _ = coco(tmp_path / "in", 4)
+    data = converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0")
+    output_of("bench", data, "--batch-size", 2, "--num-workers", 0, "--seconds", 0.2)
+
+
+def test_it_runs_on_a_server_and_says_what_the_cache_had(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--batch-size", 4, "--num-workers", 0, "--seconds"]
+    with serving(dataset) as server:
+        found = answer("bench", server.url, *options, 0.2)["reading"]
+        assert found["requests"] > 0
+        assert found["bytes_per_request"] > 0
+        assert found["cache_hits"] == found["cache_misses"] == 0
+        monkeypatch.setenv("ENERGON_CACHE_DIR", str(tmp_path / "cache"))
+        results = (output_of("bench", server.url, *options, seconds) for seconds in (0.2, 2, 20))  # a busy machine
+        assert any(re.search(r"^Node cache: [1-9]\d*% of ", result, re.MULTILINE) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"), [("nowhere:x", "No module named"), ("json", "expected MODULE:NAME"), ("json:no", "has no")]
+)
+def test_an_encoder_that_is_not_there_is_refused(dataset: Path, encoder: str, message: str) -> None:
+    assert message in refusal_of("bench", dataset, "--batch-size", 4, "--encoder", encoder)
+
+
+@pytest.mark.parametrize(
+    ("most", "steps"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2]), (6, [0, 1, 2, 4, 6]), (8, [0, 1, 2, 4, 8])]
+)
+def test_workers_are_tried_in_powers_of_two(most: int, steps: list[int]) -> None:
+    assert bench.numbers_of_workers(most) == steps
+
+
+def test_what_limits_is_named() -> None:
+    two = replace(RATE, workers=2, samples_per_second=1900.0, training_cpu=0.1)
+
+    def judged(reading: bench.Rate, *rates: bench.Rate, cores: int = 2) -> str:
+        return " | ".join(bench.judge(reading, list(rates), rates[-1], cores))
+
+    assert judged(READING, RATE, two).startswith("the cores: 95% of 2 are busy, most of it with decoding and batching")
+    assert "image_target" in judged(READING, RATE, two)
+    assert "the hooks of the task encoder | a profile" in judged(READING, replace(RATE, encode=5e-3), two)
+    assert judged(replace(READING, load=1e-2), RATE, two).endswith("larger shards), or more cores")
+    assert judged(READING, RATE, replace(two, waiting=0.7)).startswith("the store: 70% of the time")
+    assert judged(READING, RATE, replace(two, training_cpu=0.9), cores=8).startswith("the training process")
+    assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the largest number tried, 2")
+
+
+@pytest.mark.parametrize(
+    ("making", "training_cpu", "limit"),
+    [
+        (0.9, 0.9, "making batches (90% of their time)"),
+        (0.5, 0.9, "the training process: batches of fewer bytes"),
+        (0.5, 0.2, "the way here: they make batches in 50% of their time"),
+    ],
+)
+def test_it_says_what_limits_a_cluster(making: float, training_cpu: float, limit: str) -> None:
+    cluster = replace(RATE, workers=4, making=making, training_cpu=training_cpu, samples_per_second=800.0)
+    said = bench.judge_cluster(cluster, replace(RATE, workers=4))
+    assert said.startswith(f"4 workers there make 0.80 of the samples of 4 processes here; the limit is {limit}")

@@ -1,0 +1,165 @@
+"""`energon plan`: its counts are those of a run, its shares and epochs those of the mix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from commands import answer, energon, refusal_of
+from engine import text_dataset
+from forecasts import MIXES, OPTIONS, SIZES, opened, ranks_of, run, write_mixes
+from made import made_once
+
+from energon_bridge.core.loader.run_plan import plan_run
+from energon_bridge.core.worker_config import WorkerConfig
+from energon_bridge.tools.forecast.epochs import draws_per_leaf
+from energon_bridge.tools.forecast.run import run_of_mix
+
+data = made_once(write_mixes)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 0), (4, 21), (5, 13)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_counts_are_those_of_a_run(data: Path, mix: str, ranks: int, steps: int) -> None:
+    delivered = run(ranks_of(opened(data, mix), ranks), steps) if steps else []
+    real = [rows for step in delivered for rows in step if rows is not None]
+    counted = Counter(key[0] for rows in real for key, _ in rows)
+    found = answer("plan", data / f"{mix}.yaml", "--steps", steps, *OPTIONS, "--num-lanes", 24, "--world-size", ranks)
+    assert {leaf["identity"]: leaf["draws"] for leaf in found["leaves"] if leaf["draws"]} == counted
+    assert found["draws"] == counted.total() == 2 * found["microbatches"]
+    for leaf in found["leaves"]:
+        assert leaf["epochs"] == leaf["draws"] / leaf["num_samples"]
+        name = Path(leaf["path"]).name
+        assert leaf["subset"] or leaf["num_samples"] == sum(SIZES[name])
+        mean = sum(path.stat().st_size for path in Path(leaf["path"]).glob("train/*.tar")) / sum(SIZES[name])
+        assert leaf["bytes"] == pytest.approx(leaf["draws"] * mean, abs=1)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_first_leaf_to_end(data: Path, mix: str) -> None:
+    asked = run_of_mix(opened(data, mix))
+    sizes = [leaf.num_samples for leaf in asked.spec.ordered]
+    found = answer("plan", data / f"{mix}.yaml", "--steps", 3, *OPTIONS, "--num-lanes", 24)
+    step = found["first_end"]
+    before, after = draws_per_leaf(asked, step - 1), draws_per_leaf(asked, step)
+    assert not any(drawn >= size for drawn, size in zip(before, sizes, strict=True))
+    ended = {leaf.identity for leaf, drawn in zip(asked.spec.ordered, after, strict=True) if drawn >= leaf.num_samples}
+    assert {found["leaves"][place]["identity"] for place in found["ends_first"]} == ended != set()
+
+
+def test_what_workers_need(data: Path) -> None:
+    """By hand: 10 steps of 4 ranks and 2 samples, 5 ms of CPU each, in 20 s."""
+    mix = data / "weights.yaml"
+    asked = ("plan", mix, "--steps", 10, *OPTIONS, "--world-size", 4, "--cpu-per-sample", 5000, "--step-seconds", 2)
+    assert answer(*asked)["workers_need"] == {"cores": pytest.approx(80 * 0.005 / 20)}
+    asked = (*asked, "--engine", "ray", "--batch-bytes", 3_000_000)
+    needs = {"cores": pytest.approx(0.02), "bytes_per_second": pytest.approx(3e6 * 40 / 20)}
+    assert answer(*asked)["workers_need"] == needs
+    said = energon(*asked).output
+    assert "0.0 for workers on the Ray cluster, 0.01 for each rank" in said
+    output = refusal_of("plan", mix, "--steps", 10, *OPTIONS, "--engine", "ray", "--step-seconds", 2, code=2)
+    assert "--cpu-per-sample, --batch-bytes is not given" in output
+
+
+def test_weights_as_written_and_as_shares(data: Path) -> None:
+    leaves = answer("plan", data / "weights.yaml", "--steps", 9, *OPTIONS)["leaves"]
+    assert [leaf["written"] for leaf in leaves] == ["3", "1", "0.5"]
+    assert [leaf["share"] for leaf in leaves] == pytest.approx([3 / 4.5, 1 / 4.5, 0.5 / 4.5])
+    leaves = answer("plan", data / "groups.yaml", "--steps", 9, *OPTIONS)["leaves"]
+    assert [leaf["written"] for leaf in leaves] == ["1", "2", "2"]
+    assert [leaf["share"] for leaf in leaves] == pytest.approx([1 / 3, 2 / 3 * 30 / 42, 2 / 3 * 12 / 42])
+    found = answer("plan", data / "repetitions.yaml", "--steps", 9, *OPTIONS)
+    assert [leaf["written"] for leaf in found["leaves"]] == ["× 3", "× 0.5", "× 0.7"]
+    assert found["mix_epoch"] == pytest.approx(36 + 15 + 8.4)
+    assert [leaf["share"] for leaf in found["leaves"]] == pytest.approx([36 / 59.4, 15 / 59.4, 8.4 / 59.4])
+    (leaf,) = answer("plan", data / "a", "--steps", 9, *OPTIONS)["leaves"]
+    assert (leaf["written"], leaf["share"]) == ("", 1.0)
+
+
+def test_schedules_have_their_shares_at_start_points_and_end(data: Path) -> None:
+    found = answer("plan", data / "linear.yaml", "--steps", 150, *OPTIONS, "--num-lanes", 24)
+    assert [point["global_draw"] for point in found["schedule"]] == [0, 200, 300]
+    assert [point["shares"][0] for point in found["schedule"]] == pytest.approx([2 / 3, 0.4, 0.4])
+    assert [sum(point["shares"]) for point in found["schedule"]] == pytest.approx([1, 1, 1])
+    # Draw 200 is draw 8 of lane 8, in its fifth microbatch: the 105th of the run.
+    assert [point["step"] for point in found["schedule"]] == [0, 104, 150]
+    short = answer("plan", data / "linear.yaml", "--steps", 50, *OPTIONS, "--num-lanes", 24)
+    assert [point["global_draw"] for point in short["schedule"]] == [0, 100]
+    assert answer("plan", data / "weights.yaml", "--steps", 50, *OPTIONS)["schedule"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "lanes", "because"),
+    [
+        (("--num-lanes", 7), 7, "as given"),
+        (("--global-batch-size", 24), 48, "the 12 microbatches of a global batch"),
+        (("--global-batch-size", 60, "--world-size", 6, "--num-workers", 7), 120, "the 30 microbatches"),
+        ((), 48, "a multiple of 24 and of the world size 1"),
+        (("--world-size", 5, "--num-workers", 25), 120, "a multiple of 24 and of the world size 5"),
+    ],
+)
+def test_lanes_are_those_of_a_loader_and_explained(
+    data: Path, options: tuple[object, ...], lanes: int, because: str
+) -> None:
+    found = answer("plan", data / "single.yaml", "--steps", 9, *OPTIONS, *options)
+    assert found["num_lanes"] == lanes
+    assert because in found["lanes_because"]
+    names = {"--num-lanes": "num_lanes", "--world-size": "world_size", "--num-workers": "num_workers"}
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    config = {names[name]: value for name, value in given.items() if name in names}
+    if "--global-batch-size" in given:
+        config["microbatches_per_global_batch"] = int(str(given["--global-batch-size"])) // 2
+    world_size = config.pop("world_size", 1)
+    spec = opened(data, "single")
+    assert plan_run(spec, WorkerConfig(rank=0, world_size=world_size, **config)).num_lanes == lanes  # type: ignore[arg-type]
+
+
+def test_the_table_says_it_in_words(data: Path) -> None:
+    output = energon("plan", data / "linear.yaml", "--steps", 90, *OPTIONS, "--num-lanes", 24, "--world-size", 5).output
+    assert "masked: 4.0% of the microbatches, as 5 ranks do not divide 24 lanes; 4 ranks would mask none" in output
+    assert "[weight linear 0: 1 → 200: 3]" in output
+    assert f"Repeated most: {data / 'a'} [train]" in output
+    assert f"Ends first: {data / 'a'} [train], in step 1." in output
+    assert "60.00%" in output
+    output = energon("plan", data / "repetitions.yaml", "--steps", 297, *OPTIONS).output
+    assert "mix epoch: 59.4 samples; 10.00 mix epochs in all" in output
+    output = energon("plan", data / "subset.yaml", "--steps", 3, *OPTIONS).output
+    assert f"{data / 'b'} [train] samples 6 to 24" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere", "--steps", 3, "--batch-size", 2), "nowhere"),
+        (("a", "--steps", 3), "--batch-size"),
+        (("a", "--steps", 3, "--batch-size", 2, "--num-lanes", 3, "--world-size", 4), "cannot share 3 lanes"),
+        (("a", "--steps", 3, "--batch-size", 2, "--global-batch-size", 7), "not a multiple of 2"),
+        (("a", "--steps", 3, "--batch-size", 0), "batch_size must be"),
+        (("a", "--steps", 3, "--batch-size", 2, "--split-part", "trian"), "trian"),
+    ],
+)
+def test_mistakes_are_one_message(data: Path, arguments: tuple[object, ...], message: str) -> None:
+    output = refusal_of("plan", data / str(arguments[0]), *arguments[1:])
+    assert message in output
+    assert output.startswith("Error: ")
+
+
+def test_samples_without_batches(data: Path) -> None:
+    found = answer("plan", data / "a", "--steps", 30, "--batch-size", "none")
+    assert (found["batch_size"], found["draws"]) == (None, 30)
+
+
+def test_it_says_how_well_a_run_mixes_and_warns_of_what_is_mixed_poorly(tmp_path: Path) -> None:
+    folder = text_dataset(tmp_path / "sorted", train=[2000, 2000])
+    well = answer("plan", folder, "--steps", 9, *OPTIONS)
+    assert well["mixing"] == well["leaves"][0]["mixing"] >= 0.97
+    poor = ("--num-lanes", 1, "--shuffle-buffer-size", 0, "--parallel-shard-iters", 1)
+    assert answer("plan", folder, "--steps", 9, *OPTIONS, *poor)["mixing"] < 0.8
+    output = energon("plan", folder, "--steps", 9, *OPTIONS, *poor).output
+    assert "Mixing: 0." in output
+    assert f"Poorly mixed: {folder} [train] (0." in output
+    assert "--shuffle-buffer-size" in output
+    assert "Poorly" not in energon("plan", folder, "--steps", 9, *OPTIONS).output
+    unshuffled = energon("plan", folder, "--steps", 9, *OPTIONS, "--no-shuffle")
+    assert "Mixing" not in unshuffled.output

@@ -1,0 +1,487 @@
+"""`energon convert`: mistakes are named with file, line, key and remedy, or counted where they may be skipped."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import re
+import threading
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from commands import output_of, refusal_of
+from forked import run_afresh
+from full_disk import no_room
+from paths import REPOSITORY
+from sources import (
+    coco,
+    content,
+    convert,
+    converted,
+    llava,
+    members,
+    meta,
+    openai,
+    parquet,
+    picture,
+    refused,
+    table,
+    write_pictures,
+)
+
+from energon_bridge.core.format.nvmeta import read_info
+from energon_bridge.core.storage import open_store
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_the_wrong_media_folder_is_named_with_the_right_one(tmp_path):
+    source, _, _ = llava(tmp_path / "in", 3)
+    message = refused(source, tmp_path / "out")
+    assert f"none of the 3 files named in the first rows exists, such as {tmp_path}/in/0/0.jpg" in message
+    assert f"It is in {tmp_path}/in/images: pass --media {tmp_path}/in/images." in message
+
+
+def test_a_missing_image_is_named_or_skipped(tmp_path):
+    source, flags, _ = llava(tmp_path / "in", 6)
+    (tmp_path / "in/images/0/4.png").unlink()
+    flags = [*flags, "--split-ratio", "1,0,0", "--samples-per-shard", 2]
+    message = refused(source, tmp_path / "out", *flags)
+    assert f"{source}, entry 4 (id 2): {tmp_path}/in/images/0/4.png: cannot read: No such file" in message
+    output = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert "Skipped 1 sample:" in output
+    assert "0/4.png: cannot read" in output
+    assert "Unchanged: 2 shards." in output
+    assert list(read_info(open_store(tmp_path / "out")).shard_counts.values()) == [2, 2, 1]
+    (tmp_path / "in/images/0/4.png").write_bytes(picture(4, "PNG"))
+    converted(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags, "--on-error", "skip"))
+
+
+def test_all_that_is_skipped_is_named_in_a_file(tmp_path):
+    source, flags, _ = llava(tmp_path / "in", 12)
+    entries = json.loads(source.read_text())
+    for number in range(2, 9):
+        entries[number]["image"] = f"gone {number}.jpg"
+    entries[9] = "no object"
+    source.write_text(json.dumps(entries))
+    flags += ["--samples-per-shard", 1]
+    output = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    names = tmp_path / "out/.nv-meta/convert/skipped.txt"
+    assert f"and 3 more, all in {names}" in output
+    lines = names.read_text().splitlines()
+    assert len(lines) == 8
+    assert "--on-error" not in names.read_text() + output
+    assert [f"entry {number} (id" in line for number, line in zip(range(2, 9), lines, strict=False)] == [True] * 7
+    assert lines[-1].startswith(f"{source}, entry 9: expected an object")
+    before = members(tmp_path / "out")
+    message = refused(source, tmp_path / "out", *flags)
+    assert message.startswith(f"{source}, entry 2 (id 1): ")
+    assert message.strip().endswith("To leave such samples out: --on-error skip.")
+    assert members(tmp_path / "out") == before
+    again = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert "Unchanged: 12 shards." in again
+    assert "Skipped 8 samples:" in again
+
+
+def test_coco_gives_two_images_one_id(tmp_path):
+    source, flags, _ = coco(tmp_path / "in", 4)
+    listed = json.loads(source.read_text())
+    listed["images"][2]["id"] = 1
+    source.write_text(json.dumps(listed))
+    flags = [*flags, "--split-ratio", "1,0,0"]
+    said = "image 1: `images` gives this id to 000000000001.jpg and 000000000002.jpg"
+    assert said in refused(source, tmp_path / "out", *flags)
+    output = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert "Skipped 2 samples:" in output
+    assert said in output
+    assert "captions of 1 image that `images` does not list" in output
+    assert {name.partition(".")[0] for name in members(tmp_path / "out")} == {"000000000000", "000000000003"}
+
+
+@pytest.mark.parametrize(
+    ("part", "entry", "message"),
+    [
+        ("images", {"id": 1, "file_name": None}, "`file_name` is null."),
+        ("images", {"id": 1, "file_name": 3}, "`file_name` is '3'."),
+        ("images", {"id": 1}, "`file_name` is missing."),
+        ("images", {"id": [1], "file_name": "a.jpg"}, "`id` is '[1]'."),
+        ("images", None, "expected an object, found null."),
+        ("annotations", None, "expected an object, found null."),
+        ("annotations", {"image_id": [1], "caption": "a"}, "`image_id` is '[1]'."),
+        ("annotations", {"image_id": 1, "caption": None}, "`caption` is null."),
+        ("annotations", {"image_id": 1, "bbox": []}, "`caption` is missing."),
+    ],
+)
+def test_a_bad_entry_of_coco_is_named_or_skipped(tmp_path: Path, part: str, entry: object, message: str) -> None:
+    source, flags, pictures = coco(tmp_path / "in", 4)
+    listed = json.loads(source.read_text())
+    listed[part][1] = entry
+    source.write_text(json.dumps(listed))
+    flags = [*flags, "--split-ratio", "1,0,0"]
+    said = f"{source}, entry 1 of `{part}`: {message}"
+    assert f"{said[:-1]}. To leave such samples out" in refused(source, tmp_path / "out", *flags)
+    output = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert (tmp_path / "out/.nv-meta/convert/skipped.txt").read_text().splitlines() == [said]
+    assert ("that `images` does not list" in output) == (message in ("`id` is '[1]'.",) or listed["images"][1] is None)
+    kept = {n for n in range(4) if part == "annotations" or n != 1}
+    assert {name for name in members(tmp_path / "out") if name.endswith("jpg")} == {
+        name for n, name in enumerate(pictures) if n in kept
+    }
+
+
+def test_coco_with_absolute_paths_has_the_keys_of_relative_ones(tmp_path: Path) -> None:
+    source, flags, pictures = coco(tmp_path / "in", 3)
+    listed = json.loads(source.read_text())
+    for image in listed["images"]:
+        image["file_name"] = str(tmp_path / "in/val2017" / image["file_name"])
+    source.write_text(json.dumps(listed))
+    found = members(converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0"))
+    assert {name: data for name, data in found.items() if name.endswith("jpg")} == pictures
+
+
+def test_coco_lists_an_image_twice_two_by_one_stem_and_captions_of_none(tmp_path):
+    source, flags, _ = coco(tmp_path / "in", 4)
+    listed = json.loads(source.read_text())
+    first = listed["images"][0]
+    stem = first["file_name"].rpartition(".")[0]
+    folder = next((tmp_path / "in").rglob(first["file_name"])).parent
+    (folder / f"{stem}.png").write_bytes(picture(7, "PNG"))
+    listed["images"] += [first, {"id": 70, "file_name": f"{stem}.png"}]
+    listed["annotations"] += [{"image_id": 70, "caption": "of 70"}, {"image_id": 99, "caption": "of none"}]
+    source.write_text(json.dumps(listed))
+    flags = [*flags, "--split-ratio", "1,0,0"]
+    output = convert(source, tmp_path / "out", *flags)
+    assert "Left out: 1 of 6 `images` that lists an image again, captions of 1 image that `images` does not" in output
+    found = members(tmp_path / "out")
+    assert len(found) == 10
+    assert found[f"{stem}-{first['id']}.jpg"] == (folder / first["file_name"]).read_bytes()
+    assert found[f"{stem}-70.png"] == picture(7, "PNG")
+
+
+@pytest.mark.parametrize("quoted", [range(4), range(2, 4)])
+def test_coco_ids_with_and_without_quotes_are_equal(tmp_path: Path, quoted: range) -> None:
+    source, flags, pictures = coco(tmp_path / "in", 4)
+    listed = json.loads(source.read_text())
+    flags = [*flags, "--split-ratio", "1,0,0"]
+    expected = members(converted(source, tmp_path / "out", *flags))
+    for note in listed["annotations"]:
+        note["image_id"] = str(note["image_id"]) if note["image_id"] in quoted else note["image_id"]
+    source.write_text(json.dumps(listed))
+    assert members(converted(source, tmp_path / "out2", *flags)) == expected
+    assert len(expected) == 2 * len(pictures)
+
+
+@pytest.mark.parametrize(("samples_per_shard", "kept"), [(4, 0), (2, 1)])
+def test_a_conversion_that_fails_leaves_only_finished_shards(tmp_path: Path, samples_per_shard: int, kept: int) -> None:
+    source, flags, _ = table(tmp_path / "in", 5)
+    names = [line.partition("\t")[0] for line in source.read_text().splitlines() if ".png" in line]
+    (tmp_path / "in" / names[3]).unlink()  # it looks at three samples before it begins
+    flags = [*flags, "--split-ratio", "1,0,0", "--samples-per-shard", samples_per_shard]
+    assert "cannot read: No such file" in refused(source, tmp_path / "out", *flags)
+    assert len([*(tmp_path / "out/.nv-meta.parts").rglob("*.tar")]) == kept
+    assert (tmp_path / "out").exists() == bool(kept)
+
+
+@pytest.mark.parametrize(
+    "name", ["captions.json", "annotations/captions_val.json", "lists/all.jsonl", "lists/pairs.json"]
+)
+def test_a_list_anywhere_in_a_folder_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    source, _, pictures = coco(tmp_path / "in", 3)
+    folder, listed = tmp_path / "in", source.read_bytes()
+    source.unlink()
+    (folder / name).parent.mkdir(exist_ok=True)
+    pairs = [{"image": image, "caption": "x"} for image in pictures]
+    text = {"all.jsonl": "\n".join(map(json.dumps, pairs)), "pairs.json": json.dumps(pairs)}
+    (folder / name).write_bytes(text.get(Path(name).name, "").encode() or listed)
+    (folder / "info.json").write_text('{"licence": "none"}')
+    (folder / "instances.json").write_bytes(listed) if name.startswith("annotations") else None
+    message = refused(folder, tmp_path / "out")
+    assert f"convert the folder, or the list {name} in it? Pass the file, {folder / name} (--media: " in message
+    assert "--kind pairs or --kind classes" in message
+    found = members(converted(folder, tmp_path / "out", "--kind", "pairs", "--split-ratio", "1,0,0"))
+    assert list(found.values()) == [*pictures.values()]
+    if name.startswith("annotations"):
+        assert f"It is in {folder}/val2017: pass --media {folder}/val2017." in refused(folder / name, tmp_path / "out2")
+
+
+def test_a_full_disk_is_said_by_convert_and_prepare_media(tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n')
+    with no_room():
+        said = refusal_of("convert", tmp_path / "lines.jsonl", tmp_path / "out")
+    assert re.search(r"out/\S+: cannot write: .*Is the disk full\?", said)
+    output_of("convert", tmp_path / "lines.jsonl", tmp_path / "out")
+    with no_room():
+        said = refusal_of("prepare-media", tmp_path / "out", "--media-metadata-by-extension")
+    assert re.search(r"cannot write the [\d,]+ bytes of \S+index\.sqlite: .*\. Make room\.", said)
+
+
+def test_a_parquet_row_without_an_image_is_named(tmp_path: Path) -> None:
+    pyarrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [None if n == 1 else {"bytes": picture(n), "path": None} for n in range(3)]
+    files.write_table(pyarrow.table({"image": images, "text": ["x"] * 3}), tmp_path / "x.parquet")
+    said = (
+        "x.parquet, row group 0, row 1: there is no `image` for the field `image`, or it is null. There is text. Fix it"
+    )
+    assert said in refused(tmp_path / "x.parquet", tmp_path / "out")
+
+
+def test_a_parquet_row_without_bytes_is_one_sample_that_fails(tmp_path):
+    pyarrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [{"bytes": None if n == 2 else picture(n), "path": f"{n}.jpg"} for n in range(5)]
+    table = pyarrow.table({"image": images, "text": [f"text {n}" for n in range(5)]})
+    files.write_table(table, tmp_path / "x.parquet")
+    message = refused(tmp_path / "x.parquet", tmp_path / "out")
+    assert f"x.parquet, row group 0, row 2: {tmp_path}/2.jpg: cannot read: No such file" in message
+    output = convert(tmp_path / "x.parquet", tmp_path / "out", "--on-error", "skip")
+    assert "Skipped 1 sample:" in output
+    assert sum(read_info(open_store(tmp_path / "out")).shard_counts.values()) == 4
+
+
+def test_damaged_pictures_are_counted(tmp_path):
+    folder = tmp_path / "in"
+    write_pictures(folder, ["a.jpg", "b.png", "c.jpg", "d.jpg"])
+    (folder / "c.jpg").write_bytes(b"no picture")
+    (folder / "d.jpg").write_bytes(b"")
+    said = f"2 images cannot be opened: energon lint {tmp_path}/out names them."
+    assert said in convert(folder, tmp_path / "out")
+    assert said in convert(folder, tmp_path / "out")  # nothing is written this time
+    assert "cannot be opened" not in convert(folder, tmp_path / "out2", "--no-media-metadata")
+    (folder / "d.jpg").unlink()
+    (folder / "c.jpg").unlink()
+    assert "cannot be opened" not in convert(folder, tmp_path / "out3")
+
+
+def test_broken_lines_are_named_or_skipped(tmp_path):
+    source, _, _ = openai(tmp_path / "in", 3)
+    lines = source.read_text().splitlines()
+    lines[2] = lines[2][:-5]
+    source.write_text("\n".join(lines))
+    message = refused(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    assert f"{source}, line 3: not valid JSON: " in message
+    output = convert(source, tmp_path / "out", "--split-ratio", "1,0,0", "--on-error", "skip")
+    assert "Skipped 1 sample:" in output
+    assert "Done: 2 samples" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--field", "caption=text"], "--field caption=text: the first rows have no such column; they have Caption, "),
+        (["--field", "title=Caption"], "--field title: CaptioningSample has no such field; it has image, caption."),
+        (["--sample-type", "VQASample"], "VQASample also requires the fields context: add --field context=COLUMN."),
+        (["--sample-type", "Captioning"], "unknown sample type 'Captioning'. Did you mean 'Captio"),
+        (["--field", "caption"], "--field 'caption': expected FIELD=COLUMN, like caption=description."),
+        (["--bytes-per-shard", "much"], "--bytes-per-shard 'much': expected a size like 500M, 1G or 1Gi."),
+        (["--media", "/no/where"], "--media /no/where: no such folder."),
+        (["--split-ratio", "1,2"], "split ratio '1,2': expected three numbers"),
+    ],
+)
+def test_wrong_flags(tmp_path, flags, message):
+    source, _, _ = table(tmp_path / "in", 3)
+    assert message in refused(source, tmp_path / "out", *flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.json", '[{"a": 1}, {', "(char 12). Fix it there, or download it again if it is cut off."),
+        (
+            "x.json",
+            "[1]\n[2]",
+            "Extra data: line 2 column 1 (char 4). If it has one object per line, rename it",
+        ),
+        ("x.json", "\udce9", "Write it as UTF-8 (iconv -t UTF-8)."),
+        (
+            "x.json",
+            '{"a": 1}',
+            "expected a list of objects, or COCO's `images` and `annotations`, found an object with a.",
+        ),
+        ("x.json", "[1]", "x.json, entry 0: expected an object, found '1'."),
+        ("x.json", "[]", "x.json: has no samples (JSON list)."),
+        ("x.jsonl", "", "x.jsonl: has no samples (JSON lines)."),
+        ("x.csv", "a,b\n1\n", "x.csv, line 2: has fewer fields than the 2 columns of the header (a, b)."),
+        ("x.csv", "url,caption\nhttp://a.b/c.jpg,x\n", "the column `url` contains URLs (http://a.b/c.jpg)"),
+        ("x.csv", "image,caption\n../../secret.png,x\n", "row 2: the path '../../secret.png' leads out of"),
+        ("x.xls", "", "cannot convert a .xls. Supported are .json, .jsonl"),
+        (
+            "x.json",
+            '{"images": [], "annotations": [{"image_id": 1, "bbox": []}]}',
+            "`caption` is missing. Use captions_",
+        ),
+        ("x.json", '{"annotations": [{"image_id": 1, "caption": "a"}]}', "`annotations` without `images`"),
+        (
+            "x.json",
+            '{"images": [{"id": 1}], "annotations": []}',
+            "not COCO captions: entry 0 of `images`: `file_name` is missing. D",
+        ),
+        (
+            "x.json",
+            '[{"image": "/9j/4AAQSkZJRg", "caption": "a"}]',
+            "`image` contains base64 (/9j/4AAQSkZJRg), and no ",
+        ),
+        ("x.json", '[{"conversations": "hi"}]', "entry 0: `conversations`: expected a list of turns, found 'hi'."),
+    ],
+)
+def test_wrong_files(tmp_path, name, text, message):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(os.fsencode(text))
+    assert message in refused(tmp_path / "in" / name, tmp_path / "out")
+
+
+def test_wrong_folders(tmp_path):
+    assert "no such file or folder. Check the path." in refused(tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    assert "no images, videos or sound below this folder" in refused(tmp_path / "empty", tmp_path / "out")
+    source, _, _ = table(tmp_path / "in", 3)
+    assert f"Pass the file, {source}" in refused(tmp_path / "in", tmp_path / "out")
+    assert "is the source itself" in refused(tmp_path / "in", tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious.txt").write_text("mine")
+    assert "contains precious.txt, which no conversion wrote." in refused(source, tmp_path / "out")
+    out = converted(source, tmp_path / "other")
+    before = content(out)
+    message = refused(source, out, "--shuffle", 3)
+    assert "contains a conversion with other options: shuffle was None, now 3." in message
+    assert content(out) == before
+    converted(source, out, "--shuffle", 3, "--overwrite")
+    assert content(out) == content(converted(source, tmp_path / "fresh", "--shuffle", 3))
+
+
+# --- datasets of the hub ------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_of_the_hub_is_downloaded_and_converted(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    source, flags, _ = parquet(tmp_path / "hub/data/x", 5)
+    asked = []
+
+    def snapshot(name: str, **options: object) -> str:
+        asked.append((name, options))
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    out = converted(Path("hf://some/thing/data/x@v2"), tmp_path / "out", *flags)
+    assert asked == [("some/thing", {"repo_type": "dataset", "revision": "v2", "allow_patterns": "data/x/*"})]
+    assert content(out) == content(converted(source.parent, tmp_path / "other", *flags))
+    assert "has no folder 'none'" in refused(Path("hf://some/thing/none"), tmp_path / "out2")
+    assert "expected hf://OWNER/NAME" in refused(Path("hf://some"), tmp_path / "out2")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as names a commit, lists its files, and gives ranges of them."""
+
+    files: Mapping[str, bytes]
+    sent: list[int]
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body would wait 40 ms for the answer to the head
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        name = path.rpartition(f"/resolve/{'c' * 40}/")[2]
+        if name in self.files and name != path:
+            first, last = map(int, self.headers["range"].removeprefix("bytes=").split("-"))
+            self.answer(206, self.files[name][first : last + 1])
+        elif "/tree/" in path or "/paths-info/" in path:
+            found = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in self.files.items()
+            ]
+            self.answer(200, json.dumps(found).encode())
+        else:
+            self.answer(200, json.dumps({"id": "some/thing", "sha": "c" * 40, "siblings": []}).encode())
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["content-length"])).decode()
+        found = [
+            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for name, data in self.files.items()
+            if name in urllib.parse.unquote(asked)
+        ]
+        self.answer(200, json.dumps(found).encode())
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("content-type", "application/json" if status == 200 else "application/octet-stream")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+            self.sent.append(len(body) if status == 206 else 0)
+
+
+IN_FORKS = """
+import json, os, sys
+import huggingface_hub.hf_file_system, pyarrow.parquet
+from energon_bridge.tools.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        main(arguments)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+"""Runs commands one after the other, each in a process of its own."""
+
+
+def test_parquet_files_of_the_hub_are_streamed(tmp_path, monkeypatch):
+    """Two tasks and a finish, each a process of its own, write what the same files on disk give, and download none."""
+    pytest.importorskip("huggingface_hub")
+    source, flags, _ = parquet(tmp_path / "in", 40)
+    data = source.read_bytes()
+    names = ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"]
+    Hub.files, Hub.sent = {**dict.fromkeys(names, data), "README.md": b"text"}, []
+    for name in names:
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_bytes(data)
+    flags = [*flags, "--samples-per-shard", 10, "--num-workers", 2]
+    expected = members(converted(tmp_path / "files/data", tmp_path / "expected", *flags))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    alone = ["--num-workers", "1"]
+    line = ["convert", "hf://some/thing", str(tmp_path / "out"), "--stream", "--no-progress", *map(str, flags)]
+    commands = [[*line, *more] for more in (["--task", "0/2"], [*alone, "--task", "1/2"], [*alone, "--finish"])]
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    done = run_afresh(IN_FORKS, REPOSITORY, "huggingface_hub", arguments=[json.dumps(commands)])
+    assert done.returncode == 0, done.stderr
+    server.shutdown()
+    server.server_close()
+    assert members(tmp_path / "out") == expected
+    assert meta(tmp_path / "out", "split.yaml")["split_parts"]["test"]
+    # Each command reads the two ends, each of the 20 row groups once to look at it, and one to show it; those that
+    # write shards read the groups of each shard, three. All columns of a group are one request, of its bytes only.
+    ranges = [size for size in Hub.sent if size]
+    assert len(ranges) <= 3 * (2 + 20 + 1) + 8 * 3
+    assert sum(ranges) <= 3 * 2 * (64 << 10) + (3 * 21 + 24) * len(data) // 10
+    assert not list((tmp_path / "cache").rglob("*.parquet"))
+
+
+def test_what_cannot_be_streamed(tmp_path):
+    source, flags, _ = parquet(tmp_path / "in", 5)
+    assert "--stream is for datasets of the hub" in refused(source, tmp_path / "out", *flags, "--stream")
+    message = refused(Path("hf://some/thing"), tmp_path / "out", "--stream", "--shuffle", 1)
+    assert "reads files in order" in message
+
+
+def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    script = "from energon_bridge.tools.cli.main import main; main()"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    line = ["convert", "hf://some/thing", str(tmp_path / "out")]
+    result = run_afresh(script, REPOSITORY, "huggingface_hub", arguments=line)
+    assert result.returncode == 1
+    message = " ".join(result.stderr.split())
+    assert message.startswith("Error: hf://some/thing: cannot download: LocalEntryNotFoundError: ")
+    assert "hf download some/thing --repo-type dataset --local-dir DIR" in message
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,299 @@
+"""What stands beside a question is learned with it, as the code that evaluates these sets writes it, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import output_of, refusal_of
+from sources import converted, members, meta, refused, write_pictures
+
+pytest.importorskip("transformers")
+
+from energon_bridge import TaskEncoder, WorkerConfig, get_loader, get_val_dataset
+from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.errors import EmptyDatasetError, SampleError, SourceError
+from energon_bridge.models.conversations.conversation import read_conversation
+from energon_bridge.training.encoder import COOKERS
+
+LETTER = "Answer with the option's letter from the given choices directly."
+
+
+def llava_mmbench(question: str, options: Sequence[str], hint: str | None = None) -> str:
+    """Return the prompt of LLaVA's `model_vqa_mmbench.py` (with --single-pred-prompt)."""
+    if hint is not None:
+        question = hint + "\n" + question
+    for option_char, option in zip("ABCDE", options, strict=False):
+        question = question + "\n" + option_char + ". " + option
+    return question + "\n" + LETTER
+
+
+def listed(folder: Path, entries: Sequence[Mapping[str, Any]], name: str = "list.json") -> Path:
+    write_pictures(folder, ["a.png", "b.png"])
+    path = folder / name
+    path.write_text(json.dumps(entries) if name.endswith(".json") else "\n".join(map(json.dumps, entries)))
+    return path
+
+
+class Read(TaskEncoder[Any, Any, Any, Any]):
+    """Delivers the texts of conversations."""
+
+    decoder = SampleDecoder()
+    cookers = COOKERS
+
+    def encode_sample(self, sample: Any) -> Any:
+        return sample
+
+    def batch(self, samples: Any) -> Any:
+        return [[turn.text for turn in read_conversation(sample).turns] for sample in samples]
+
+
+def learned(path: Path) -> list[list[str]]:
+    workers = WorkerConfig(num_workers=0)
+    dataset = get_val_dataset(path, split_part="train", batch_size=1, worker_config=workers, task_encoder=Read())
+    return [texts for batch in get_loader(dataset) for texts in batch]
+
+
+QA = ["p", "q", "r", "s"]
+SETS: dict[str, tuple[list[dict[str, Any]], list[list[str]]]] = {
+    "dolly": (
+        [{"instruction": "When?", "context": "It opened in 1999.", "response": "In 1999.", "category": "closed_qa"}],
+        [["When?\nIt opened in 1999.", "In 1999."]],
+    ),
+    "RACE": (
+        [{"example_id": "h1.txt", "article": "Tom is five.", "question": "How old?", "options": QA, "answer": "B"}],
+        [[llava_mmbench("How old?", QA, "Tom is five."), "B"]],
+    ),
+    "MMBench": (
+        [
+            {
+                **{"index": 1, "image": "a.png", "question": "Which?", "hint": "Look.", "A": "p", "B": "q", "C": None},
+                **{"D": None, "answer": "A", "category": "a b", "l2-category": "c", "source": "s", "split": "dev"},
+            }
+        ],
+        [[llava_mmbench("Which?", QA[:2], "Look."), "A"]],
+    ),
+    "AI2D": (
+        [{"image": "a.png", "question": "Which?", "options": QA, "answer": answer} for answer in ("0", "2")],
+        [[llava_mmbench("Which?", QA), answer] for answer in "AC"],
+    ),
+    "ScienceQA": (
+        [
+            {
+                **{"image": "a.png", "question": "Which?", "hint": "Look.", "choices": QA, "answer": 0, "task": "x"},
+                **{
+                    "grade": "grade2",
+                    "skill": "Identify the x in y",
+                    "lecture": "",
+                    "solution": "It is long and so on.",
+                },
+            }
+        ],
+        [[llava_mmbench("Which?", QA, "Look."), "A"]],
+    ),
+    "ARC": (
+        [
+            {"id": "a", "question": "Why?", "choices": {"text": QA, "label": list("ABCD")}, "answerKey": "D"},
+            {"id": "b", "question": "Why?", "choices": {"text": QA, "label": list("1234")}, "answerKey": "2"},
+        ],
+        [[llava_mmbench("Why?", QA), "D"], [llava_mmbench("Why?", QA), "B"]],
+    ),
+    "OpenBookQA": (
+        [{"question_stem": "Why?", "choices": {"text": QA, "label": list("ABCD")}, "answerKey": "D", "fact1": "So."}],
+        [[llava_mmbench("Why?", QA, "So."), "D"]],
+    ),
+    "MedQA": (
+        [{"question": "Why?", "options": dict(zip("ABCD", QA, strict=True)), "answer": "r", "answer_idx": "C"}],
+        [[llava_mmbench("Why?", QA), "C"]],
+    ),
+    "MedMCQA": (
+        [{"question": "Why?", "opa": "p", "opb": "q", "opc": "r", "opd": "s", "cop": cop} for cop in (3, 0)],
+        [[llava_mmbench("Why?", QA), "D"], [llava_mmbench("Why?", QA), "A"]],
+    ),
+    "MMMU": (
+        [{"question": "Why?", "options": "['p', \"q\"]", "image_1": "a.png", "answer": "B", "subfield": "x"}],
+        [[llava_mmbench("Why?", QA[:2]), "B"]],
+    ),
+    "HellaSwag": (
+        [{"ctx": "He sits.", "endings": QA, "label": "0", "activity_label": "Roofs", "source_id": "a b", "ind": 3}],
+        [[llava_mmbench("He sits.", QA), "A"]],
+    ),
+    "SQuAD": (
+        [
+            {
+                "title": "A",
+                "context": "A long text.",
+                "question": "Who?",
+                "answers": {"text": ["I"], "answer_start": [0]},
+            }
+        ],
+        [["A long text.\nWho?", "I"]],
+    ),
+    "columns of choices, the answer by the name of one": (
+        [{"question": "Why?", "option_a": "p", "option_b": "q", "answer": "option_b"}],
+        [[llava_mmbench("Why?", QA[:2]), "B"]],
+    ),
+    "answers with their texts": (
+        [{"question": "Why?", "choices": QA, "answer": answer} for answer in ("(B) q", "c", "D. s", "p", "B.")],
+        [[llava_mmbench("Why?", QA), answer] for answer in "BCDAB"],
+    ),
+    "an answer in words of its own": (
+        [{"question": "Why?", "choices": ["red", "blue"], "answer": "It is blue, since it is night."}],
+        [["Why?\nA. red\nB. blue", "It is blue, since it is night."]],
+    ),
+    "numbers from 1, as the last row shows": (
+        [{"question": "Why?", "choices": QA, "answer": answer} for answer in (1, 2, 4)],
+        [[llava_mmbench("Why?", QA), answer] for answer in "ABD"],
+    ),
+    "choices that are numbers": (
+        [{"question": "Why?", "choices": ["12", "11", "10"], "answer": answer} for answer in ("12", "10")],
+        [[llava_mmbench("Why?", ["12", "11", "10"]), answer] for answer in "AC"],
+    ),
+    "choices that are in the question": (
+        [{"question": "Why?\nA. p\nB. q", "choices": QA[:2], "answer": "B"}],
+        [["Why?\nA. p\nB. q\n" + LETTER, "B"]],
+    ),
+    "a row of all": (
+        [
+            {
+                "instruction": "Say hi to me now",
+                "input": "",
+                "output": "hi you",
+                "text": "### Say hi to me now\n### hi you",
+            }
+        ],
+        [["Say hi to me now", "hi you"]],
+    ),
+}
+ONE_ROW_SAYS_IT = ("RACE", "dolly", "ARC", "OpenBookQA", "MedQA", "SQuAD", "answers with their texts")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_belongs_to_a_question_is_learned_with_it(tmp_path: Path, name: str) -> None:
+    entries, expected = SETS[name]
+    assert learned(converted(listed(tmp_path, entries), tmp_path / "out", "--split-ratio", "1,0,0")) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if "image" not in str(SETS[name]) and name != "MedQA"])
+def test_tables_that_are_read_without_converting_are_learned_alike(tmp_path: Path, name: str) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    entries, expected = SETS[name]
+    parquet.write_table(arrow.Table.from_pylist(entries), tmp_path / "rows.parquet")
+    assert learned(tmp_path / "rows.parquet") == expected
+
+
+@pytest.mark.parametrize("name", ONE_ROW_SAYS_IT)
+def test_lines_that_are_read_without_converting_are_learned_alike(tmp_path: Path, name: str) -> None:
+    entries, expected = SETS[name]
+    assert learned(listed(tmp_path, entries, "rows.jsonl")) == expected
+
+
+def test_whether_numbers_count_from_0_or_1_is_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entries = [{"question": "Why?", "choices": QA, "answer": 1}]
+    source = listed(tmp_path, entries)
+    message = refused(source, tmp_path / "out")
+    assert "it may mean p or q" in message
+    assert "--answers-as index" in message
+    for given, letter in (("index", "B"), ("number", "A")):
+        out = converted(source, tmp_path / given, "--answers-as", given, "--split-ratio", "1,0,0")
+        assert learned(out) == [[llava_mmbench("Why?", QA), letter]]
+    with pytest.raises(EmptyDatasetError):
+        learned(listed(tmp_path, entries, "rows.jsonl"))
+    assert "it may mean p or q" in caplog.text
+    mixed = [{"question": "Why?", "choices": QA, "answer": answer} for answer in (0, 4)]
+    assert "0 in one row, which counts from 0, and 4 in another" in refused(listed(tmp_path, mixed), tmp_path / "out")
+    none = [{"question": "Why?", "choices": QA, "answer": answer} for answer in ("A", "E")]
+    assert "'E', with 4 choices in choices: it is none of these" in refused(listed(tmp_path, none), tmp_path / "out")
+
+
+UNKNOWN = {"question": "When?", "answer": "In 1999.", "note": "The line opened in 1999."}
+
+
+def test_an_unknown_text_beside_a_question_stops_a_conversion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = listed(tmp_path, [UNKNOWN])
+    message = refused(source, tmp_path / "out")
+    assert "the column `note` beside `question` has a text ('The line opened in 1999.')" in message
+    assert r"--question '{note}\n{question}'" in message
+    ignored = converted(source, tmp_path / "ignored", "--ignore", "note", "--split-ratio", "1,0,0")
+    assert learned(ignored) == [["When?", "In 1999."]]
+    (data,) = members(ignored).values()
+    assert "note" not in json.loads(data)
+    told = converted(source, tmp_path / "told", "--question", r"{note}\n\n{question}", "--split-ratio", "1,0,0")
+    assert learned(told) == [["The line opened in 1999.\n\nWhen?", "In 1999."]]
+    assert "--question names 'nte', but the first rows have no such column" in refused(
+        source, tmp_path / "out", "--question", "{nte}"
+    )
+    with pytest.raises(EmptyDatasetError):
+        learned(listed(tmp_path, [UNKNOWN], "rows.jsonl"))
+    assert "`note` has a text beside `question` and `answer`" in caplog.text
+
+
+def test_an_unknown_text_beside_a_question_is_refused_in_tables(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist([UNKNOWN] * 3), tmp_path / "rows.parquet")
+    with pytest.raises(SourceError, match=r"column `note` beside `question` .* \(energon convert\) with --ignore note"):
+        learned(tmp_path / "rows.parquet")
+
+
+def test_short_texts_are_told_from_categories(tmp_path: Path) -> None:
+    entry = {"question": "Q?", "answer": "A"}
+    wrong = [{**entry, "wrong": text} for text in ("wet socks", "dry socks", "no socks", "old socks")]
+    assert "the column `wrong` beside a question" in refused(listed(tmp_path, wrong), tmp_path / "out")
+    kinds = [{**entry, "sort": text, "serial": f"x-{n}"} for n, text in enumerate(["wet socks", "dry socks"] * 2)]
+    output = output_of("convert", listed(tmp_path, kinds), tmp_path / "out", "--no-ask", "--no-progress")
+    assert "not used: sort, serial" in output
+
+
+def test_convert_says_which_text_of_a_picture_was_taken(tmp_path: Path) -> None:
+    source = listed(tmp_path, [{"image": "a.png", "question": "Q?", "answer": "A", "caption": "A cat on a mat."}])
+    output = output_of("convert", source, tmp_path / "out", "--no-ask", "--no-progress", "--split-ratio", "1,0,0")
+    assert "not used: caption" in output
+    flags = "--sample-type CaptioningSample --field caption=caption"
+    assert f"to take caption instead: {flags}" in output
+    other = converted(source, tmp_path / "other", *flags.split(), "--split-ratio", "1,0,0")
+    assert meta(other)["sample_type"]["__class__"] == "CaptioningSample"
+
+
+def test_a_typed_question_may_not_lose_its_choices(tmp_path: Path) -> None:
+    entry = {"image": "a.png", "question": "Q?", "choices": QA, "right": "B"}
+    source = listed(tmp_path, [entry])
+    typed = ("--sample-type", "MultiChoiceVQASample", "--field", "context=question", "--ignore", "right")
+    message = refusal_of("convert", source, tmp_path / "out", *typed, "--no-ask")
+    assert "without correct_choice_idx does not say which choice is right" in message
+    fields = ("--field", "context=question", "--field", "correct_choice_idx=right")
+    out = converted(source, tmp_path / "out", "--sample-type", "MultiChoiceVQASample", *fields)
+    (data,) = [data for name, data in members(out).items() if name.endswith("json")]
+    assert json.loads(data)["right"] == 1
+    asked = [{"image": "a.png", "question": "Q?", "options": QA, "answer": "p"}]
+    vqa = ("--sample-type", "VQASample", "--field", "context=question", "--field", "answers=answer")
+    assert "the column `options` beside" in refused(listed(tmp_path, asked), tmp_path / "vqa", *vqa)
+
+
+def test_a_context_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    entries = [{"question": "Q?", "answer": "A", "context": {"title": ["a"], "sentences": [["b"]]}}]
+    assert "`context` belongs to the question, and is not understood" in refused(
+        listed(tmp_path, entries), tmp_path / "o"
+    )
+    with pytest.raises(SampleError, match="is not understood"):
+        read_conversation({"json": entries[0]})
+
+
+def test_what_stands_beside_turns_must_be_in_them(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "It opened in 1999. When?"}, {"role": "assistant", "content": "In 1999."}]
+    known = {"messages": turns, "context": "It opened in 1999.", "source": "a set of texts"}
+    assert learned(converted(listed(tmp_path, [known]), tmp_path / "known", "--split-ratio", "1,0,0"))
+    lost = listed(tmp_path, [{**known, "context": "The line opened late."}])
+    assert "the column `context` beside a question has a text" in refused(lost, tmp_path / "out")
+    out = converted(lost, tmp_path / "out", "--ignore", "context", "--split-ratio", "1,0,0")
+    assert learned(out) == [["It opened in 1999. When?", "In 1999."]]
+
+
+def test_flags_of_questions_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "photos", ["cat/a.png", "dog/b.png"])
+    for flags in (("--ignore", "label"), ("--question", "{label}"), ("--answers-as", "index")):
+        assert refused(tmp_path / "photos", tmp_path / "out", *flags)

@@ -1,0 +1,198 @@
+"""Splits that names of tables and of folders tell: as the datasets library has them, or refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from PIL import Image
+from sources import convert, meta, refused
+
+from energon_bridge import WorkerConfig, get_loader, get_val_dataset
+from energon_bridge.core.errors import SourceError, UnknownSplitError
+from energon_bridge.tools.convert.dataset import table_parts
+from energon_bridge.tools.convert.splits import split_files
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "training and testing": ("training/0", "testing/0"),
+    "words with something around them": ("cats-train", "cats-test"),
+    "words in the middle": ("my_train_part", "my_test_part"),
+    "eval": ("train", "eval"),
+    "evaluation": ("train/0", "evaluation/0"),
+    "digits": ("train1", "test1", "train2"),
+    "shards beside another file": ("train-00000-of-00001", "test-00000-of-00001", "extra"),
+    "shards": ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001"),
+    "folders before files": ("train/a", "valid/train-0", "valid/b"),
+    "folders with more": ("set.train 2/a", "set.dev/b", "x/test_part/deep/c"),
+    "splits of any name in data": ("data/train-00000-of-00001", "data/odd_ones-00000-of-00001", "extra"),
+    "one split alone": ("train/0", "train/1"),
+    "one file alone": ("test",),
+    "nothing told": ("one", "two", "latest", "contest_1x", "medieval"),
+    "hidden ones": ("train/a", ".hidden/b", "train/.c", "__pycache__/train"),
+    "both words of one split": ("validation-val", "training"),
+}
+OURS = {"validation": "val"}
+
+
+def write(folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        path = folder / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(arrow.table({"text": [name]}), path)
+    return folder
+
+
+def texts(folder: Path, part: str) -> list[str]:
+    config = WorkerConfig(num_workers=0)
+    dataset = get_val_dataset(folder, split_part=part, batch_size=None, worker_config=config)
+    return sorted(sample.text for sample in get_loader(dataset))
+
+
+@pytest.mark.parametrize("kind", [*FOLDERS])
+def test_splits_are_those_of_load_dataset(kind: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", minversion="5")
+    folder = write(tmp_path / "data set", FOLDERS[kind])
+    loaded = datasets.load_dataset("parquet", data_dir=str(folder), cache_dir=str(tmp_path / "cache"))
+    # The library reads a file as often as words of its split are in its name.
+    right = {OURS.get(part, part): sorted({*rows["text"]}) for part, rows in loaded.items()}
+    parts = table_parts(folder)
+    if parts == [""]:
+        assert right == {"train": texts(folder, "train")} == {"train": texts(folder, "val")}
+    else:
+        assert {part: texts(folder, part) for part in parts} == right
+
+
+DOUBTFUL: dict[str, tuple[tuple[str, ...], str]] = {
+    "other spellings": (("Train", "Test"), "Test.parquet seems to be held out, but it and the other files"),
+    "words run together": (("trainset", "testset"), "testset.parquet seems to be held out"),
+    "camels": (("myTrain", "myVal"), r"myVal\.parquet"),
+    "a file that folders overrule": (("train/0", "my_test_part"), "my_test_part.parquet seems.*is not taken"),
+    "shards in data overrule": (("data/train-00000-of-00001", "test/0"), "test/0.parquet seems.*is not taken"),
+    "a test file in the folder of train": (("train/0", "train/test_0"), "would be of the split train"),
+    "two words": (("train/test/0", "train/0"), "its path tells the splits test and train"),
+    "held out": (("train", "held_out"), r"held_out\.parquet seems.*is not taken"),
+}
+
+
+@pytest.mark.parametrize("kind", [*DOUBTFUL])
+def test_names_that_say_test_and_would_not_be_taken_so_are_refused(kind: str, tmp_path: Path) -> None:
+    names, message = DOUBTFUL[kind]
+    folder = write(tmp_path / "data", names)
+    with pytest.raises(SourceError, match=message):
+        texts(folder, "train")
+    assert "seems to be held out" in refused(folder, tmp_path / "out")
+
+
+def test_files_of_no_split_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write(tmp_path / "data", ("train", "extra"))
+    (folder / "notes.txt").write_text("x")
+    with caplog.at_level(logging.WARNING):
+        assert texts(folder, "train") == ["train"]
+    assert "1 of 2 parquet files is not taken, such as extra.parquet" in caplog.text
+    with pytest.raises(UnknownSplitError, match="Known split parts: train"):
+        texts(folder, "val")
+    said = convert(folder, tmp_path / "out")
+    assert "Left out: 1 .parquet (of no split, but others are), 1 .txt (no table)." in said
+
+
+def test_one_file_by_its_own_path_is_any_part(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", ("train", "test"))
+    assert texts(folder / "test.parquet", "train") == ["test"]
+
+
+def test_files_behind_urls_follow_the_same_rules() -> None:
+    found = split_files([PurePosixPath(name) for name in ("b/test-1.parquet", "a/train-0.parquet")], "s3://x")
+    assert [(part, str(name)) for part, name in found.files] == [
+        ("train", "a/train-0.parquet"),
+        ("test", "b/test-1.parquet"),
+    ]
+
+
+# Saved datasets -------------------------------------------------------------------------------------------------------
+
+
+def test_splits_of_any_name_that_the_library_saved(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", minversion="5")
+    names = ("train", "dev", "validation", "extra")
+    rows = {name: datasets.Dataset.from_dict({"text": [name]}) for name in names}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
+    loaded = datasets.load_from_disk(str(tmp_path / "saved"))
+    parts = table_parts(tmp_path / "saved")
+    assert parts == ["train", "dev", "extra", "validation"]
+    assert {part: texts(tmp_path / "saved", part) for part in parts} == {
+        name: loaded[name]["text"][:] for name in names
+    }
+
+
+@pytest.mark.parametrize("content", ['{"step": 5}', "[]", "no JSON", ""])
+def test_a_state_json_of_another_program_is_no_saved_dataset(content: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", ("one",))
+    (folder / "state.json").write_text(content)
+    assert texts(folder, "train") == ["one"]
+    assert "1 sample" in convert(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", ['{"step": 5}', "", '{"_data_files": [{"name": "x"}]}'])
+def test_a_saved_dataset_with_a_damaged_state_json_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/data-00000-of-00001.arrow").write_bytes(b"x")
+    (tmp_path / "data/state.json").write_text(content)
+    with pytest.raises(SourceError, match=r"state\.json: has no `_data_files` as `save_to_disk` writes them"):
+        texts(tmp_path / "data", "train")
+
+
+# Folders of pictures --------------------------------------------------------------------------------------------------
+
+
+def pictures(folder: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / name)
+    return folder
+
+
+def parts_of(out: Path) -> dict[str, Any]:
+    return {part: bool(shards) for part, shards in meta(out, "split.yaml")["split_parts"].items()}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("training/a/1.png", "training/b/2.png", "testing/a/3.png"),
+        ("cats-train/a/1.png", "cats-train/b/2.png", "cats-test/a/3.png"),
+        ("data/train/a/1.png", "data/train/b/2.png", "data/eval/a/3.png"),
+        ("Train/a/1.png", "Train/b/2.png", "Test/a/3.png"),
+    ],
+)
+def test_folders_of_classes_are_split_by_such_folders(names: tuple[str, ...], tmp_path: Path) -> None:
+    said = convert(pictures(tmp_path / "in", *names), tmp_path / "out")
+    assert "folder of classes, 3 samples" in said
+    assert parts_of(tmp_path / "out") == {"train": True, "test": True} or parts_of(tmp_path / "out") == {
+        "train": True,
+        "val": False,
+        "test": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("train/a/1.png", "train/b/2.png", "test/a/3.png", "extra/a/4.png"), ("trainset/1.png", "testset/2.png")],
+)
+def test_folders_that_say_test_beside_others_are_refused(names: tuple[str, ...], tmp_path: Path) -> None:
+    assert "seems to be held out, but not all files" in refused(pictures(tmp_path / "in", *names), tmp_path / "out")
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    said = convert(pictures(tmp_path / "in", "plane/1.png", "train/2.png"), tmp_path / "out", "--split-ratio", "1,0,0")
+    assert "folder of classes, 2 samples" in said
+
+
+def test_a_stray_picture_does_not_take_the_labels(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "in", "a/1.png", "b/2.png", "3.png")
+    assert "1 of 3 files are not in the folder of a class, such as 3.png" in refused(folder, tmp_path / "out")
+    assert "3 samples" in convert(folder, tmp_path / "out", "--kind", "pairs")
