@@ -49,7 +49,7 @@ from benchmarks.processes import (  # noqa: E402
 from benchmarks.servers import counts, far_nginx, nginx, proxy  # noqa: E402
 from benchmarks.systems.measure import Job  # noqa: E402
 from energon_bridge import DefaultTaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset  # noqa: E402
-from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset  # noqa: E402
 from energon_bridge.core.storage import as_far, open_store  # noqa: E402
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml  # noqa: E402
 from energon_bridge.tools.testing import write_shard  # noqa: E402

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import lazy_loader
 
-__version__ = "0.1.0"
+from energon_bridge.core import __version__ as __version__
 
 __getattr__, _, _names = lazy_loader.attach_stub(__name__, __file__)
 

@@ -37,7 +37,7 @@ use_environment() { # EXTRAS
     folder="$(cd "$folder" && pwd)"
     export VIRTUAL_ENV="$folder" PATH="$folder/bin:$PATH"
     stamp="$folder/.energon-bridge-${extras//,/-}"
-    installed="$PWD $(cat pyproject.toml setup.py constraints.txt energon_bridge/{*.h,*/*.c} | cksum)"
+    installed="$PWD $(cat pyproject.toml setup.py constraints.txt energon_bridge/core/{*.h,*/*.c} | cksum)"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$installed" ] || ! python -I -c 'import energon_bridge' 2>/dev/null; then
         # torch first and by itself, so that whichever build suits the machine is chosen before anything depends on it
         python -m pip install --quiet --disable-pip-version-check "torch==$TORCH_VERSION"

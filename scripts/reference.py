@@ -22,7 +22,6 @@ import click
 import yaml
 
 import energon_bridge
-import energon_bridge.core.errors
 from energon_bridge.tools.cli.main import main as energon
 from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import data_settings
@@ -30,55 +29,30 @@ from energon_bridge.training.config_file import data_settings
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/reference.py: change the code, and run it again. -->"
 
-# The pages of the API, in the order of a first program; each is made of modules of `energon_bridge/__init__.pyi`.
+# The pages of the API, in the order of a first program: the modules of `energon_bridge/__init__.pyi` that begin so.
 API = {
     "datasets": (
         "Datasets and loaders",
-        ("datasets", "worker_config", "loader.savable", "loader.bans", "dataloader", "datamodule", "replica"),
+        ("core.datasets", "core.worker_config", "core.loader", "core.dataloader", "trainers"),
     ),
-    "mixes": ("Mixes", ("mix", "mix.expression")),
-    "samples": ("Samples and batches", ("samples", "samples.devices")),
-    "encoders": ("Task encoders", ("task_encoder", "verify")),
-    "families": ("Encoders for Hugging Face models", ("task_encoder.families",)),
-    "media": ("Video, sound and metadata of media", ("av", "format.media")),
-    "stores": ("Stores and caches", ("stores", "stores.file_cache", "storage.node_cache")),
-    "preparing": ("Writing datasets", ("prepare.shard_writer",)),
-    "errors": ("Errors and policies", ("stream.policy", "loader.quarantine", "errors")),
-}
-# Public names that are imported from their layer, `from energon_bridge.models.av import AVDecoder`.
-IN_LAYERS = {
-    "av": ("AVData", "AVDecoder", "get_clips_uniform", "get_single_frames_uniform"),
-    "errors": tuple(
-        name
-        for name, value in vars(energon_bridge.core.errors).items()
-        if isinstance(value, type) and issubclass(value, Exception) and name not in ("EnergonError", "SkipSample")
+    "mixes": ("Mixes", ("core.mix", "tools.columns.expression")),
+    "samples": ("Samples and batches", ("core.samples", "models.images.devices")),
+    "encoders": (
+        "Task encoders",
+        (
+            "core.encoder",
+            "models.conversations",
+            "models.packing",
+            "models.images",
+            "trainers.replica.costs",
+            "tools.verify",
+        ),
     ),
-    "format.media": ("AVMetadata", "ImageMetadata"),
-    "replica": ("Balance", "Replica", "StageKeys"),
-    "samples": ("Segment", "VQAOCRSample", "segments_of"),
-    "stores": ("JsonlFileStore", "WebdatasetFileStore"),
-    "loader.quarantine": ("QuarantinedSample",),
-    "task_encoder": (
-        "Conversation",
-        "DeferredImage",
-        "Document",
-        "Part",
-        "Piece",
-        "Turn",
-        "TurnLayout",
-        "attention_pairs",
-        "batch_packs",
-        "chatml_template",
-        "check_packing",
-        "llava_template",
-        "model_inputs",
-        "num_tokens",
-        "packed_seq_params",
-        "unpack_batch",
-        "vision_patches",
-    ),
-    "task_encoder.families": ("ChatSample", "FixedTokenFamily", "QwenFamily", "VideoFrames"),
-    "verify": ("ResumeReport",),
+    "families": ("Encoders for Hugging Face models", ("models.families",)),
+    "media": ("Video, sound and metadata of media", ("models.av", "core.format.media")),
+    "stores": ("Stores and caches", ("core.stores", "cloud")),
+    "preparing": ("Writing datasets", ("tools.convert", "core.prepare", "tools.check", "tools.columns")),
+    "errors": ("Errors and policies", ("core.stream.policy", "tools.check.quarantine", "core.errors")),
 }
 COMPLETION = """
 ## Shell completion
@@ -94,16 +68,17 @@ _ENERGON_COMPLETE=fish_source energon | source
 
 For `energon-bridge`, the variable is `_ENERGON_BRIDGE_COMPLETE`.""".splitlines()
 INTEGRATIONS = {
-    "Lightning": "lightning",
-    "transformers": "huggingface",
-    "Megatron-LM": "megatron_lm",
-    "Megatron-Bridge": "bridge",
-    "Context parallelism": "context_parallel",
-    "torchtitan": "torchtitan",
-    "torchft": "torchft",
-    "Reports": "report",
-    "Weights that follow the losses": "feedback",
-    "Prometheus": "prometheus",
+    "Lightning": "trainers.lightning",
+    "transformers": "trainers.huggingface",
+    "Megatron-LM": "trainers.megatron_lm",
+    "Megatron-Bridge": "trainers.bridge",
+    "Context parallelism": "trainers.context_parallel",
+    "torchtitan": "trainers.torchtitan",
+    "torchft": "trainers.torchft",
+    "Weights that follow the losses": "trainers.feedback",
+    "Prometheus": "trainers.prometheus",
+    "Reports": "tools.report.recorder",
+    "Transforms of images": "models.images.transforms",
 }
 
 
@@ -224,20 +199,27 @@ def arguments_of(described: Any) -> dict[str, str]:
 
 
 def public_names() -> dict[str, list[str]]:
-    """Return the public names of each module, as the stub lists them."""
+    """Return the public names of each page of the API: those of the modules with its longest beginning."""
+    begins = {begin: page for page, (_, modules) in API.items() for begin in modules}
     tree = ast.parse(Path(energon_bridge.__file__).with_suffix(".pyi").read_text())
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    return {str(node.module): [alias.name for alias in node.names] for node in imports}
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            begin = max((one for one in begins if f"{node.module}.".startswith(f"{one}.")), key=len)
+            found += [(list(begins).index(begin), begins[begin], alias.name) for alias in node.names]
+    names: dict[str, list[str]] = {page: [] for page in API}
+    for _, page, name in sorted(found):
+        names[page].append(name)
+    return names
 
 
 def api_pages() -> dict[str, str]:
     """Return the pages of the API by name, the overview among them."""
     overview = ["# Python API", "", NOTE, ""]
-    overview += ["`from energon_bridge import NAME` imports a name; from its module, if one is given.", ""]
-    pages, exports = {}, public_names()
-    for name, (title, modules) in API.items():
-        exported = [public for module in modules for public in exports.get(module, ())]
-        exported += [f"{module}.{public}" for module in modules for public in IN_LAYERS.get(module, ())]
+    overview += ["`from energon_bridge import NAME` imports a name.", ""]
+    pages, names = {}, public_names()
+    for name, (title, _) in API.items():
+        exported = names[name]
         overview += [f"## [{title}]({name}.md)", "", ", ".join(f"`{public}`" for public in exported), ""]
         lines = [f"# {title}", "", NOTE, ""]
         for public in exported:
@@ -248,14 +230,14 @@ def api_pages() -> dict[str, str]:
         lines += [
             f"## {title}",
             "",
-            f"::: energon_bridge.trainers.{module}",
+            f"::: energon_bridge.{module}",
             "    options:",
             "      heading_level: 3",
             "",
         ]
     pages["integrations"] = "\n".join(lines).rstrip() + "\n"
     overview += ["## [Integrations](integrations.md)", ""]
-    overview += [", ".join(f"`energon_bridge.trainers.{module}`" for module in INTEGRATIONS.values()), ""]
+    overview += [", ".join(f"`energon_bridge.{module}`" for module in INTEGRATIONS.values()), ""]
     pages["index"] = "\n".join(overview).rstrip() + "\n"
     return pages
 

@@ -32,29 +32,29 @@ LEFT_THREADS: set[threading.Thread] = set()
 MEGATRON = "megatron.training"
 IDLE_THREADS = ("tqdm_monitor", "energon-")
 LONG_FILES = (  # the longest first
-    "loader/test_ray_workers",
-    "suites/test_chains",
-    "training/test_balance_training",
-    "training/test_megatron_training",
-    "task_encoder/test_processors",
-    "compat/test_dropin",
-    "training/test_torchrun",
-    "project/test_shell_blocks",
-    "loader/test_faults",
-    "integrations/test_torchtitan",
-    "integrations/test_model_inputs",
-    "project/test_benchmarks",
-    "training/test_resume_training",
-    "project/test_wheel",
-    "prepare/test_engines",
-    "mix/test_mix_changes",
-    "mix/test_mix_units",
-    "loader/test_workers",
-    "training/test_any_training",
-    "training/test_digits",
-    "suites/test_soak",
-    "cli/test_cli",
-    "stores/test_cache_streams",
+    "test_ray_workers",
+    "test_chains",
+    "test_balance_training",
+    "test_megatron_training",
+    "test_processors",
+    "test_dropin",
+    "test_torchrun",
+    "test_shell_blocks",
+    "test_faults",
+    "test_torchtitan",
+    "test_model_inputs",
+    "test_benchmarks",
+    "test_resume_training",
+    "test_wheel",
+    "test_engines",
+    "test_mix_changes",
+    "test_mix_units",
+    "test_workers",
+    "test_any_training",
+    "test_digits",
+    "test_soak",
+    "test_cli",
+    "test_cache_streams",
 )
 LONG_FOLDERS = ("training", "suites", "project")
 MADV_COLLAPSE, HUGE_PAGE, MANY_TESTS = 25, 2 << 20, 1000
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[int, bool]:
         folder = item.path.parent.name
-        return places.get(f"{folder}/{item.path.stem}", len(places)), folder not in LONG_FOLDERS
+        return places.get(item.path.stem, len(places)), folder not in LONG_FOLDERS
 
     items.sort(key=place)
 

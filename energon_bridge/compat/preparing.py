@@ -1,4 +1,4 @@
-"""Preparing datasets by the classes that megatron-energon's scripts call; `energon_bridge.core.prepare` does the work."""
+"""Preparing datasets by the classes that megatron-energon's scripts call; `core/prepare` does the work."""
 
 from __future__ import annotations
 

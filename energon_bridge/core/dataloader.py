@@ -75,7 +75,7 @@ class Replica(Protocol):
 
 
 def open_loader(loader: Any, replica: Replica | None = None, balance: object | None = None) -> Any:
-    """Return the loader of this rank: its own, or what `energon_bridge.trainers.replica.open_loader` makes for several ranks.
+    """Return the loader of this rank: its own, or what `trainers/replica` makes for several ranks.
 
     Args:
         loader: A loader, or a function without arguments that opens one; it may itself be callable.

@@ -1,4 +1,4 @@
-"""The task encoder of a run, its cookers, and the control experiment that shows whether the model uses its images.
+"""The task encoder of a run, and the control experiment that shows whether the model uses its images.
 
 A model of a known family that has a chat template, from the configuration or the tokenizer, is trained on conversations
 rendered by it (`ChatTemplateTaskEncoder`); any other model on plain sequences of images and text
@@ -13,32 +13,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from energon_bridge.core.encoder.cooking import Cooker, basic_sample_keys
-from energon_bridge.core.errors import ConfigurationError, SampleError
+from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.samples import MultiChoiceVQASample, VQAOCRSample, VQASample
-from energon_bridge.core.stores import FileStore
-from energon_bridge.models.conversations.conversation import own_media, with_segments
+from energon_bridge.models.conversations.cooker import COOKERS
 from energon_bridge.models.conversations.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
 from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS
 from energon_bridge.models.conversations.turns import (
-    CONVERSATIONS,
-    MEDIA,
-    PAIRS,
     Medium,
-    Turn,
-    check_turns,
-    part_kind,
-    part_payload,
-    read_tools,
-    read_turns,
-    system_prompt,
 )
 from energon_bridge.models.families import (
     CHATML_TEMPLATE,
     LLAVA_TEMPLATE,
     QWEN_VL_TEMPLATE,
     ChatConfig,
-    ChatSample,
     ChatTemplateTaskEncoder,
     Family,
     ProcessorFamily,
@@ -233,72 +220,3 @@ def _packer(config: DataConfig) -> Packer[Any] | None:
 def _sizes(sample: MultiModalSample | PreparedSample) -> dict[str, int]:
     images = len(sample.plans) if isinstance(sample, PreparedSample) else sample.num_images
     return {"tokens": len(sample.tokens), "images": images}
-
-
-# Conversations --------------------------------------------------------------------------------------------------------
-#
-# In crude datasets that `python -m energon_bridge.training` reads without a custom cooker. A sample has a part `json`
-# (a line of a `.jsonl` file is one) with the turns, in any of the forms that `rows.turns` knows, `system` and `tools`
-# beside them, and its images, videos and sounds in one of these places, in the order of their placeholders:
-#
-#     {"image": NAME} or {"images": [NAME, …]}   in the auxiliary store `images` of the dataset, if it has one, else
-#     {"video": NAME} or {"videos": [NAME, …]}   among the sample's own parts; likewise `videos`, `audios`
-#     {"type": "image", "image": NAME}           in a part of a turn: in the auxiliary store
-#     nothing of the kind                        all image parts of the sample, `0.jpg`, `1.jpg`, …, `10.jpg`, all
-#                                                videos, and all sounds, `0.wav` or `audios.0.mp4`
-
-
-def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSample:
-    """Make a `ChatSample` from a crude sample.
-
-    Raises:
-        SampleError: There are no turns, they are not understood, or a named image, video or sound cannot be found.
-    """
-    content = sample.get("json")
-    turns = read_turns(content) if isinstance(content, Mapping) else None
-    if turns is None:
-        parts = ", ".join(name for name in sample if not name.startswith("__"))
-        raise SampleError(
-            f"a crude sample must have a part 'json' with turns as {' or '.join(CONVERSATIONS)}, or a question and its "
-            f"answer as {' and '.join(PAIRS[0])}, …; this one has the parts {parts or 'none'}"
-        )
-    assert isinstance(content, Mapping)
-    check_turns(turns)
-    media = with_segments(content, {kind: _media(kind, sample, content, turns, stores) for kind in MEDIA})
-    return ChatSample(
-        **basic_sample_keys(sample),
-        messages=turns,
-        images=media["image"],
-        videos=media["video"] or None,
-        audios=media["audio"] or None,
-        tools=read_tools(content),
-        system=system_prompt(content),
-    )
-
-
-COOKERS = (Cooker(cook_conversation),)
-
-
-def _media(
-    kind: Medium, sample: Mapping[str, Any], content: Any, turns: Sequence[Turn], stores: Mapping[str, FileStore]
-) -> Any:
-    """Return the media that the JSON of a sample names, itself or in its turns, or the sample's own parts."""
-    named = content.get(f"{kind}s") or content.get(kind)
-    if not named and f"{kind}s" in stores:
-        parts = (part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"])
-        named = [name for part in parts if part_kind(part) == kind and (name := part_payload(part, kind)) is not None]
-    if not named:
-        return own_media(sample, kind)
-    return [_found(kind, name, sample, stores) for name in (named if isinstance(named, list) else [named])]
-
-
-def _found(kind: Medium, name: Any, sample: Mapping[str, Any], stores: Mapping[str, FileStore]) -> Any:
-    store = stores.get(f"{kind}s")
-    if store is not None:
-        return store.get(name, sample)
-    if name not in sample:
-        raise SampleError(
-            f"the {kind} {name!r} is not a part of the sample, and the dataset has no auxiliary store '{kind}s' to "
-            f"look it up in: add aux: {{{kind}s: …}} to the mix"
-        )
-    return sample[name]

@@ -49,9 +49,11 @@ from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.stream.policy import ErrorPolicy
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.models.conversations.conversation import ChatSample, read_conversation
+from energon_bridge.models.conversations.cooker import COOKERS
+from energon_bridge.tools.report.callback import RunReport
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.trainers.feedback import DoReMi, MixFeedback
-from energon_bridge.trainers.lightning import MixFeedbackCallback, RunReport
+from energon_bridge.trainers.lightning import MixFeedbackCallback
 from energon_bridge.trainers.replica.costs import BatchCost, ColumnCost
 from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training.callbacks import (
@@ -68,7 +70,7 @@ from energon_bridge.training.callbacks import (
 )
 from energon_bridge.training.config import SIZES, DataConfig, RunConfig, learning_rate_factor
 from energon_bridge.training.config_file import load_config, write_config
-from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_task_encoder, without_effect
+from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder, without_effect
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset

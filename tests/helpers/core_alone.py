@@ -14,14 +14,17 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import energon_bridge as eb
+from energon_bridge.core.datasets import get_savable_loader, get_train_dataset
+from energon_bridge.core.encoder import DefaultTaskEncoder, TaskEncoder
 from energon_bridge.core.prepare import SplitRule, prepare_dataset
+from energon_bridge.core.samples import TextSample
+from energon_bridge.core.worker_config import WorkerConfig
 
 KEYS = [f"s{shard}i{number:02d}" for shard in range(4) for number in range(30)]
 STEPS = 6
 
 
-class Packs(eb.DefaultTaskEncoder):
+class Packs(DefaultTaskEncoder):
     """Packs of up to 40 letters."""
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
@@ -35,11 +38,11 @@ class Packs(eb.DefaultTaskEncoder):
             room -= len(sample.text)
         return packs
 
-    def pack_selected_samples(self, samples: list[Any]) -> eb.TextSample:
-        return eb.TextSample(__key__="+".join(s.__key__ for s in samples), text=" ".join(s.text for s in samples))
+    def pack_selected_samples(self, samples: list[Any]) -> TextSample:
+        return TextSample(__key__="+".join(s.__key__ for s in samples), text=" ".join(s.text for s in samples))
 
 
-class Groups(eb.DefaultTaskEncoder):
+class Groups(DefaultTaskEncoder):
     """Batches of texts of the same length."""
 
     def batch_group_criterion(self, sample: Any) -> tuple[int, int]:
@@ -62,10 +65,10 @@ def prepare(folder: Path) -> Path:
     return folder
 
 
-def open_rank(data: Path, encoder: eb.TaskEncoder, rank: int, world_size: int, **settings: Any) -> Any:
-    config = eb.WorkerConfig(rank=rank, world_size=world_size, num_workers=0, num_lanes=4)
-    dataset = eb.get_train_dataset(data, task_encoder=encoder, worker_config=config, **settings)
-    return eb.get_savable_loader(dataset)
+def open_rank(data: Path, encoder: TaskEncoder, rank: int, world_size: int, **settings: Any) -> Any:
+    config = WorkerConfig(rank=rank, world_size=world_size, num_workers=0, num_lanes=4)
+    dataset = get_train_dataset(data, task_encoder=encoder, worker_config=config, **settings)
+    return get_savable_loader(dataset)
 
 
 def keys_of(loader: Any, steps: int) -> list[tuple[str, ...]]:
@@ -73,7 +76,7 @@ def keys_of(loader: Any, steps: int) -> list[tuple[str, ...]]:
     return [tuple(next(batches)["__key__"]) for _ in range(steps)]
 
 
-def check(data: Path, encoder: eb.TaskEncoder, **settings: Any) -> None:
+def check(data: Path, encoder: TaskEncoder, **settings: Any) -> None:
     """Compare a run that is stopped and restored on two ranks with one that never stopped."""
     whole = open_rank(data, encoder, 0, 1, **settings)
     expected = keys_of(whole, 2 * STEPS)
@@ -92,7 +95,7 @@ def check(data: Path, encoder: eb.TaskEncoder, **settings: Any) -> None:
 
 if __name__ == "__main__":
     data = prepare(Path(sys.argv[1]) / "data")
-    check(data, eb.DefaultTaskEncoder(), batch_size=3)
+    check(data, DefaultTaskEncoder(), batch_size=3)
     check(data, Packs(), batch_size=2, packing_buffer_size=10)
     check(data, Groups(), batch_size=None)
     sys.stdout.write(json.dumps(sorted(name for name in sys.modules if name.split(".")[0] == "energon_bridge")) + "\n")

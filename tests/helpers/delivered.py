@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
-from energon_bridge.training.encoder import COOKERS
+from energon_bridge.models.conversations.cooker import COOKERS
 
 
 class _AsLists(DefaultTaskEncoder[Any, Any, Any, Any]):

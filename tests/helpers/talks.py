@@ -135,8 +135,8 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
 
 def talk_encoder(folder: Path, media: str, features: tuple[type, ...], several: bool, cookers: tuple[Any, ...]) -> Any:
     """Return a chat encoder of a tiny model that leaves out some samples by chance, and weighs others."""
+    from energon_bridge.models.conversations.cooker import cook_conversation
     from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
-    from energon_bridge.training.encoder import cook_conversation
 
     class Talks(ChatTemplateTaskEncoder):
         def preencode_sample(self, sample: Any) -> Any:

@@ -8,35 +8,29 @@ from pathlib import Path
 
 from forked import run_afresh
 from paths import HELPERS, REPOSITORY
-from test_layering import PACKAGE, module_name, python_files, room_of
+from test_layering import PACKAGE
 
 
 def copy_of_the_core(folder: Path) -> Path:
-    """Copy what belongs to the core, the files that only name things, the registry, and what was compiled."""
-    package = REPOSITORY / PACKAGE
-    modules = [path for path in python_files(REPOSITORY) if room_of(module_name(REPOSITORY, path)) == "core"]
-    names = [path for path in package.rglob("__init__.pyi") if path.with_suffix(".py") in modules]
-    compiled = [path for path in package.rglob("*.so") if path.parent / "__init__.py" in modules]
-    for path in [*modules, *names, *compiled, package / "core/registry.toml"]:
-        copy = folder / path.relative_to(REPOSITORY)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
+    """Copy the folder of the core and what was compiled in it, and nothing else of the package."""
+    copy = folder / PACKAGE / "core"
+    shutil.copytree(REPOSITORY / PACKAGE / "core", copy, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
 def test_the_core_prepares_loads_packs_groups_saves_and_restores_alone(tmp_path: Path) -> None:
     folder = copy_of_the_core(tmp_path / "core")
     code = f"""
-import runpy, sys
-sys.path = [{str(folder)!r}] + [path for path in sys.path if path not in ("", {str(REPOSITORY)!r})]
+import pathlib, runpy, sys
+sys.path = [{str(folder)!r}] + [path for path in sys.path if path and not pathlib.Path(path, {PACKAGE!r}).exists()]
 runpy.run_path({str(HELPERS / "core_alone.py")!r}, run_name="__main__")
-import energon_bridge
-print(energon_bridge.__file__)
+import energon_bridge.core
+print(energon_bridge.core.__file__)
 """
     ended = run_afresh(code, tmp_path, arguments=[str(tmp_path)])
     assert ended.returncode == 0, ended.stderr
     loaded, place = ended.stdout.splitlines()
-    assert Path(place) == folder / PACKAGE / "__init__.py"
+    assert Path(place) == folder / PACKAGE / "core" / "__init__.py"
     assert len(json.loads(loaded)) > 50
 
 
@@ -48,6 +42,6 @@ print(*sorted(name for name in sys.modules if name.startswith("energon_bridge.")
     ended = run_afresh(code, tmp_path, "torch")
     assert ended.returncode == 0, ended.stderr
     *loaded, torch = ended.stdout.split()
-    order = {f"{PACKAGE}.plan", *(f"{PACKAGE}.plan.{name}" for name in ("blend", "changes", "choose", "leaf"))}
-    assert {*loaded} - order <= {f"{PACKAGE}.{name}" for name in ("errors", "rng", "topology")}
+    order = f"{PACKAGE}.core.order"
+    assert {name for name in loaded if not name.startswith(order)} <= {f"{PACKAGE}.core", f"{PACKAGE}.core.errors"}
     assert torch == "False"

@@ -22,7 +22,7 @@ from titan import IGNORED, Trainer, stand_in
 
 from energon_bridge import Cooker, EnergonError, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.core.errors import ConfigurationError, MaskedMicrobatchesError
-from energon_bridge.training.encoder import cook_conversation
+from energon_bridge.models.conversations.cooker import cook_conversation
 
 CONTEXT, TOKENS, STEP, STEPS = 400, 800, 3200, 3
 

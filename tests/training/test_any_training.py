@@ -30,13 +30,13 @@ from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.storage import open_store
 from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.conversations.cooker import COOKERS
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.tools.columns.columns import read_columns, read_numbers
 from energon_bridge.training import run as training
 from energon_bridge.training.config import ModelConfig, RunConfig
 from energon_bridge.training.config_file import load_config
-from energon_bridge.training.encoder import COOKERS
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import write_preset
 

@@ -34,11 +34,12 @@ from energon_bridge.core.samples import Sample, edataclass
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.conversations import conversation
 from energon_bridge.models.conversations.conversation import MediaWithOptions, read_conversation
+from energon_bridge.models.conversations.cooker import COOKERS, cook_conversation
 from energon_bridge.models.conversations.segments import MediaOptions
 from energon_bridge.models.conversations.turns import has_empty_answer
 from energon_bridge.models.families.sound import sound_of
 from energon_bridge.training.config_file import load_config
-from energon_bridge.training.encoder import COOKERS, cook_conversation, training_task_encoder
+from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
 
 CONFIG = load_config(CONFIGS / "tiny" / "qwen2.5_vl_instruct.yaml", ())

@@ -18,10 +18,11 @@ pytest.importorskip("transformers")
 from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.core.samples import CaptioningSample, TextSample, VQASample
 from energon_bridge.core.stores import FileStore
+from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
 from energon_bridge.models.families import LLAVA_TEMPLATE, ChatSample, ChatTemplateTaskEncoder
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
-from energon_bridge.training.encoder import cook_conversation, training_task_encoder, without_effect
+from energon_bridge.training.encoder import training_task_encoder, without_effect
 from energon_bridge.training.generation import prompts_of, visible_images
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset

@@ -32,7 +32,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from energon_bridge import __version__
+from energon_bridge.core import __version__
 from energon_bridge.core.loader.pool import Worker
 from energon_bridge.core.loader.processes import BEGUN, ENDED, SENT, SINCE, Board, SharedMemory, StackFile
 from energon_bridge.core.loader.transport import HEADER, Arena, BatchMessage, MemoryFile, Outbox, Place, opened

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from energon_bridge import __version__
+from energon_bridge.core import __version__
 from energon_bridge.core.errors import (
     EnergonError,
     MetadataError,

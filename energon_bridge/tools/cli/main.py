@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from energon_bridge import __version__
+from energon_bridge.core import __version__
 from energon_bridge.core.errors import EnergonError, did_you_mean
 
 _COMMANDS = {

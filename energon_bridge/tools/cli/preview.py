@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.registry import load
 from energon_bridge.core.samples.showing import counted
 from energon_bridge.tools.cli.output import count_of, print_json, width_of_output
 from energon_bridge.tools.cli.run_options import (
@@ -191,14 +192,12 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
                     f"--{name.replace('_', '-')} has no effect on the training batches of a configuration or run: "
                     "leave it out. Settings of the run are given as section.key=value, as for the script"
                 )
-        from energon_bridge.training.config_file import load_config
-
         try:
-            from energon_bridge.training.run import opened_data
+            opened_data = load("run", "data")
         except ImportError as error:
             raise ConfigurationError(f"--config needs pip install 'energon-bridge[lightning,hf]': {error}") from error
         files = [name for name in source if "=" not in name or Path(name).exists()]
-        config = load_config(options["config"], [name for name in source if name not in files])
+        config = load("run", "configuration")(options["config"], [name for name in source if name not in files])
         if steps is not None and steps.stop > (end := config.train.max_steps):
             raise ConfigurationError(
                 f"the run has the steps 0 to {end - 1:,} (train.max_steps={end}); there is no step {steps.stop - 1:,}. "
@@ -235,10 +234,8 @@ def _run_folder(source: tuple[str, ...], options: dict[str, Any]) -> tuple[str, 
         return source
     described = str(folders[0] / "config.yaml")
     if options["keys"]:
-        from energon_bridge.training.config_file import load_config
-
         changes = [name for name in source if Path(name) not in folders]
-        return (load_config(described, changes).data.path,)
+        return (load("run", "configuration")(described, changes).data.path,)
     options["config"] = described
     first = options["step"] if options["steps"] is None else options["steps"].start
     saved = sorted(folders[0].glob("checkpoints/step-*.ckpt"))

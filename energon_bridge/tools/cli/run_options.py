@@ -220,8 +220,8 @@ def load_encoder(spec: str | None) -> Any:
 
 def encoder_of_model(model: str) -> Any:
     """Return the encoder of conversations for a model of transformers, which cuts nothing off."""
+    from energon_bridge.models.conversations.cooker import COOKERS
     from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
-    from energon_bridge.training.encoder import COOKERS
 
     encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=_LONGEST, over_long="raise"))
     encoder.cookers = COOKERS

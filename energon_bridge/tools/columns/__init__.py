@@ -1,1 +1,5 @@
-"""TODO"""
+"""Columns: a number or short text of each sample, and what mixes make of them.
+
+`columns` has their format on disk, `making` computes them, `expression` is the language of filters, `amounts` blends by
+tokens instead of samples, and `buckets` makes global batches of one group of samples each.
+"""

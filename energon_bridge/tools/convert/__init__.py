@@ -1,4 +1,6 @@
-"""Tables as people have them, row by row: parquet files, Hugging Face datasets on disk, JSON, CSV.
+"""Data as people have it: tables and lists row by row, folders of files; written into shards, or read as they are.
 
-`energon convert` writes their rows into shards; parquet files and Hugging Face datasets are also read as they are.
+`convert` plans and writes (`shards`, `shard_writer`), `sources` finds what a folder or file holds. `rows` has the rows
+of tables (`arrow`, `lists`), `conversations` those that are dialogues; `dataset` and `megatron_index` train on tables
+and on Megatron's indexes as they are. `hub` fetches, `left_out` says what was not taken.
 """

@@ -32,11 +32,11 @@ from energon_bridge.core.loader.run_plan import DatasetSpec, RunPlan
 from energon_bridge.core.order.choose import Picks, plain_cursors
 from energon_bridge.core.order.rng import fold, key_of
 from energon_bridge.core.order.topology import Ownership
+from energon_bridge.core.registry import load
 from energon_bridge.core.stream.pipeline import PickedLoad, Pipeline
 from energon_bridge.core.stream.state import LaneBatch, LaneState
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.models.packing.packing import SAMPLES, Packer
-from energon_bridge.tools.columns.expression import numbers_of_samples
 from energon_bridge.trainers.replica.assignment import Integers, divide
 from energon_bridge.trainers.replica.costs import ColumnCost
 from energon_bridge.trainers.replica.planned import PlannedBatch, PlannedLane, PlanRules, SampleTable, make_planned
@@ -169,8 +169,12 @@ def sharing_of(data: DatasetSpec, group: int, cost: ColumnCost, window: int) -> 
 
 def _columns(dataset: Any, samples: Any, cost: ColumnCost, packer: Packer[Any] | None) -> tuple[Any, Any, Any]:
     """Return the costs of each sample's tokens and patches, and its sizes; 0 of those that no leaf draws."""
-    tokens = numbers_of_samples(dataset, cost.tokens, where="ColumnCost(tokens=…)", samples=samples)
-    patches = numbers_of_samples(dataset, cost.patches, where="ColumnCost(patches=…)", samples=samples)
+    tokens = load("columns", "expressions").numbers_of_samples(
+        dataset, cost.tokens, where="ColumnCost(tokens=…)", samples=samples
+    )
+    patches = load("columns", "expressions").numbers_of_samples(
+        dataset, cost.patches, where="ColumnCost(patches=…)", samples=samples
+    )
     weights = cost.weights
     row, own = weights.tokens * tokens + weights.attention * (tokens * tokens), weights.patches * patches
     if packer is None:
@@ -186,7 +190,9 @@ def _columns(dataset: Any, samples: Any, cost: ColumnCost, packer: Packer[Any] |
         )
     sizes = np.empty((dataset.num_samples, len(packer.limits)), dtype=np.int32)
     for column, (name, limit) in enumerate(packer.limits.items()):
-        found = numbers_of_samples(dataset, texts[name], where=f"ColumnCost(sizes={{{name!r}: …}})", samples=samples)
+        found = load("columns", "expressions").numbers_of_samples(
+            dataset, texts[name], where=f"ColumnCost(sizes={{{name!r}: …}})", samples=samples
+        )
         wrong = np.flatnonzero((found != np.rint(found)) | (found > limit))
         if wrong.size:
             raise ConfigurationError(

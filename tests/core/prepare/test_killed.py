@@ -35,7 +35,10 @@ LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 KILLS = 50 if LONG else 2
 SEED = os.environ.get("ENERGON_TEST_SEED", "0")
 TASKS = 3
-SCRIPT = "import sys; from energon_bridge.tools.cli.main import main; print('go', flush=True); sys.stdout = sys.stderr; main()"
+SCRIPT = (
+    "import sys; from energon_bridge.tools.cli.main import main; print('go', flush=True); "
+    "sys.stdout = sys.stderr; main()"
+)
 
 # Ray's own processes get files that it never closes.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO name='/dev/null'")

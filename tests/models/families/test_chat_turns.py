@@ -551,7 +551,7 @@ def test_a_list_is_converted_and_trained_with_all_that_it_says(tmp_path: Path) -
     assert "python -m energon_bridge.training" in done.output
 
     pytest.importorskip("lightning.pytorch")
-    from energon_bridge.training.encoder import COOKERS, cook_conversation
+    from energon_bridge.models.conversations.cooker import COOKERS, cook_conversation
 
     def batches(encoder: Any) -> list[Any]:
         encoder.cookers = COOKERS

@@ -70,7 +70,7 @@ def has_left(leaf: PlanLeaf, now: int) -> bool:
 def recounted(
     blend: AmountBlend, leaves: Sequence[PlanLeaf], lane: int, draws: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Choose one draw after the other, as the docstring of `tools/columns/amounts.py` says; give the leaf and the sums after."""
+    """Choose one draw after the other, as the docstring of `amounts.py` says; give the leaf and the sums after."""
     sums = []
     for leaf in leaves:
         phase = (fold(blend.key, 7, leaf.order.key) + lane * lane_step(blend.num_lanes)) % 2**64

@@ -17,7 +17,7 @@ from energon_bridge import TaskEncoder, WorkerConfig, get_loader, get_val_datase
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.errors import EmptyDatasetError, SampleError, SourceError
 from energon_bridge.models.conversations.conversation import read_conversation
-from energon_bridge.training.encoder import COOKERS
+from energon_bridge.models.conversations.cooker import COOKERS
 
 LETTER = "Answer with the option's letter from the given choices directly."
 
