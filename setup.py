@@ -33,9 +33,8 @@ COMPILED = [
 def readme() -> str:
     """Return the README as an index shows it, where no file lies beside it."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
-    (version,) = re.findall(
-        r'^__version__ = "(.+)"', (HERE / "energon_bridge/core/__init__.py").read_text(), re.MULTILINE
-    )
+    core = (HERE / "energon_bridge/core/__init__.py").read_text()
+    (version,) = re.findall(r'^__version__ = "(.+)"', core, re.MULTILINE)
     target = rf"[\1]({URL}/blob/v{version}/\2)" if URL else r"\1"
     return re.sub(r"\[([^]]+)\]\((?![a-z]+:)([^)]+)\)", target, text)
 

@@ -48,7 +48,7 @@ def rate(decode: Any, frames: int, seconds: float) -> float:
 
 
 def measure(package: str, path: str, frames: int, seconds: float) -> dict[str, Any]:
-    av = import_module(f"{package}.av")
+    av = import_module({"energon_bridge": "energon_bridge.models.av"}.get(package, f"{package}.av"))
     take = av.get_single_frames_uniform
     content = Path(path).read_bytes()
     file = Counting(content)
