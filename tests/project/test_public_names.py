@@ -28,6 +28,8 @@ def called(value: Any) -> list[str] | None:
     """Return how something is called: its arguments, with their defaults; None: it is not."""
     if not callable(value):
         return None
+    if getattr(getattr(value, "__init__", None), "__module__", None) == "typing":
+        return []  # that of a Protocol, which goes with the first object
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
