@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from energon_bridge.core.dataloader import EnergonDataloader, MaskedMicrobatches, Replica, open_loader
+from energon_bridge.core.dataloader import EnergonDataloader, MaskedMicrobatches, open_loader
 from energon_bridge.core.datasets import (
     DATALOADER_WORDS,
     get_savable_loader,
@@ -36,11 +36,24 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
-from energon_bridge.core.registry import load
 from energon_bridge.core.samples.base import to_device
 from energon_bridge.core.samples.showing import counted, described
 from energon_bridge.core.stream.settings import check_numbers
 from energon_bridge.core.worker_config import WorkerConfig, trainer_groups
+from energon_bridge.models.conversations.layout import MultiModalSampleConfig
+from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
+from energon_bridge.models.images.devices import normalise_on_device
+from energon_bridge.trainers.replica import (
+    Balance,
+    Exchange,
+    Replica,
+    StageKeys,
+    check_data_parallel,
+    groups,
+    make_balance,
+    make_replica,
+)
+from energon_bridge.trainers.replica.costs import BatchCost
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +149,7 @@ class EnergonMultiModalDataModule(_Base):
         pin_memory: bool = True,
         shuffle_buffer_size: int | None = 100,
         max_samples_per_sequence: int | None = None,
-        multimodal_sample_config: object | None = None,
+        multimodal_sample_config: MultiModalSampleConfig | None = None,
         task_encoder: Any | None = None,
         decoder_seq_length: int | None = None,
         packing_buffer_size: int | None = None,
@@ -148,7 +161,7 @@ class EnergonMultiModalDataModule(_Base):
         balance: BalanceMode = "none",
         balance_cost: Callable[[Any], float] | None = None,
         balance_window: int = 1,
-        stage_keys: object | None = None,
+        stage_keys: StageKeys | None = None,
         validate_each_dataset: bool = False,
         **settings: Any,
     ) -> None:
@@ -180,14 +193,14 @@ class EnergonMultiModalDataModule(_Base):
         self.pg_collection = pg_collection
         self.masked_microbatches = masked_microbatches
         self.replica_loading, self.balance = replica_loading, balance
-        self.balance_cost, self.balance_window = balance_cost or load("loading", "cost")(), balance_window
+        self.balance_cost, self.balance_window = balance_cost or BatchCost(), balance_window
         for name, least in _NUMBERS.items():
             where = f"EnergonMultiModalDataModule: {name}"
             setattr(self, name, check_number(where, getattr(self, name), least, optional=name not in _NEEDED))
         self.stage_keys = stage_keys
         self.validate_each_dataset = validate_each_dataset
         self.validation_names: list[str] = []
-        self.task_encoder = task_encoder or load("encoder", "multimodal")(
+        self.task_encoder = task_encoder or MultiModalTaskEncoder(
             tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
         )
         self.validation_task_encoder = validation_task_encoder or self.task_encoder
@@ -198,7 +211,7 @@ class EnergonMultiModalDataModule(_Base):
         self.val_dataloader_object: EnergonDataloader | list[EnergonDataloader] | None = None
         self.test_dataloader_object: EnergonDataloader | None = None
         self._replica: Replica | None = None
-        self._balance: object | None = None
+        self._balance: Balance | None = None
         self._restored: dict[str, Any] | None = None  # the state that training data began from; None: the beginning
         self._opened_sizes: dict[str, int] = {}
 
@@ -219,17 +232,17 @@ class EnergonMultiModalDataModule(_Base):
 
     def _build_worker_config(self, num_workers: int, split: Literal["train", "val", "test"] = "train") -> WorkerConfig:
         """Return the worker configuration of this process; rank and size are those of the pure data-parallel group."""
-        known = trainer_groups() if self.pg_collection is None else [load("loading", "replica")]
-        groups = [self._mesh_group(), *(each.data_parallel_group(self.pg_collection) for each in known)]
+        known = trainer_groups() if self.pg_collection is None else [groups]
+        found = [self._mesh_group(), *(each.data_parallel_group(self.pg_collection) for each in known)]
         config = WorkerConfig(
             num_workers=num_workers,
-            data_parallel_group=next((group for group in groups if group is not None), None),
+            data_parallel_group=next((group for group in found if group is not None), None),
             microbatches_per_global_batch=self._microbatches_per_global_batch(),
             pin_memory=None if self.pin_memory else False,
             **self.worker_kwargs,
         )
         if self.pg_collection is not None:
-            load("loading", "replica").check_data_parallel(config, self.pg_collection)
+            check_data_parallel(config, self.pg_collection)
         per_step = self.micro_batch_size * config.dp_size
         if self.global_batch_size != 1 and self.global_batch_size % per_step:
             raise ConfigurationError(
@@ -335,7 +348,7 @@ class EnergonMultiModalDataModule(_Base):
         if self.replica is None:
             self.validation_names = opened()
         else:
-            self.validation_names = load("loading", "replica").Exchange(self.replica).answer(opened)
+            self.validation_names = Exchange(self.replica).answer(opened)
         return [
             EnergonDataloader(
                 open_loader(lambda n=n: get_savable_loader(specs[n], **self._loader_options("val")), self.replica)
@@ -363,7 +376,7 @@ class EnergonMultiModalDataModule(_Base):
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Move the tensors of a batch to Lightning's device, and normalise byte pixels there."""
-        return load("pixels", "normalise")(batch if str(device) == "cpu" else to_device(batch, device))
+        return normalise_on_device(batch if str(device) == "cpu" else to_device(batch, device))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this.
@@ -417,15 +430,13 @@ class EnergonMultiModalDataModule(_Base):
     def replica(self) -> Replica | None:
         """The ranks around this one that get the same batches from one loader; None if every rank loads."""
         if self._replica is None and self.replica_loading == "one_rank":
-            self._replica = load("loading", "replica").make_replica(
-                pg_collection=self.pg_collection, stage_keys=self.stage_keys
-            )
+            self._replica = make_replica(pg_collection=self.pg_collection, stage_keys=self.stage_keys)
         return self._replica
 
-    def _balancing(self) -> object | None:
+    def _balancing(self) -> Balance | None:
         """Return how the data-parallel ranks balance their microbatches; None if they do not."""
         if self._balance is None and self.balance == "global_batch":
-            self._balance = load("loading", "replica").make_balance(
+            self._balance = make_balance(
                 self.balance_cost,
                 pg_collection=self.pg_collection,
                 replica=self.replica,

@@ -48,10 +48,9 @@ from energon_bridge.core.format.tar import split_member_name
 from energon_bridge.core.format.tar_index import encode_index, index_name
 from energon_bridge.core.prepare.run import RECORD_SUFFIX, ShardRecord
 from energon_bridge.core.prepare.staging import Staging
-from energon_bridge.core.registry import load
 from energon_bridge.core.storage import LocalStore, open_store
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
-from energon_bridge.tools.check.media import MediaFilter, add_media, metadata_row
+from energon_bridge.tools.check.media import MediaFilter, add_media, metadata_row, read_media
 
 PARTS_FOLDER = ".nv-meta.parts"
 END_BYTES = 1024
@@ -177,7 +176,7 @@ class ShardFile:
         try:
             kind = _MEDIA.kind_of(name, data[:HEAD_BYTES])
             if kind is not None:
-                self.record.media.append((name, *metadata_row(load("decoder", "metadata")(kind, data))))
+                self.record.media.append((name, *metadata_row(read_media(kind, data))))
         except (DecodeError, ConfigurationError) as error:  # the second: PyAV is not installed
             _logger.info("%s: no media metadata: %s", name, error)
 
