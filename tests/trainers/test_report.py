@@ -345,7 +345,7 @@ def test_a_slow_sample_is_found(mix: Blender, tmp_path: Path, monkeypatch: pytes
             clock[0] += 0.001
             return clock[0]
 
-    for module in ("stream.pipeline", "stream.lane"):
+    for module in ("core.stream.pipeline", "core.stream.lane"):
         monkeypatch.setattr(f"energon_bridge.{module}.time", Time)
     fit(mix, tmp_path, max_steps=20, encoder=Slow())
     (first, *_) = [row for row in Read(tmp_path / "report.html").rows if row and "train-" in row[-1]]
