@@ -31,7 +31,7 @@ from keyed import keyed_dataset
 from made import made_once
 
 from energon_bridge import ErrorPolicy, read_quarantine
-from energon_bridge.core.errors import CorruptShardError, DuplicateKeyError, ShardMissingError, ShortReadError
+from energon_bridge.core.errors import CorruptShardError, DuplicateKeyError, ShardMissingError
 from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 
@@ -109,7 +109,6 @@ def test_a_defective_sample_is_reported_once_and_costs_nothing_else(
         assert (f"key '{KEY}' (parts " in message) == (hook != "read")
 
 
-AFTER_THE_CUT = [f"s{number:02d}" for number in range(BAD, 2 * PER_SHARD)]
 WHOLE_SHARD = [f"s{number:02d}" for number in range(PER_SHARD, 2 * PER_SHARD)]
 
 
@@ -139,8 +138,8 @@ def lose_shard(folder: Path) -> None:
 
 
 SHARD_DAMAGES: dict[str, tuple[Callable[[Path], None], list[str], type[Exception]]] = {
-    "truncated": (cut, AFTER_THE_CUT, ShortReadError),
-    "empty": (empty, WHOLE_SHARD, ShortReadError),
+    "truncated": (cut, WHOLE_SHARD, CorruptShardError),
+    "empty": (empty, WHOLE_SHARD, CorruptShardError),
     "gone": (lose_shard, WHOLE_SHARD, ShardMissingError),
     "index gone": (lose_index, WHOLE_SHARD, ShardMissingError),
     "index short": (shorten_index, WHOLE_SHARD, CorruptShardError),
@@ -175,7 +174,9 @@ def test_a_damaged_shard_stops_the_run_unless_told_otherwise(damage: str, tmp_pa
     damaging(damaged)
     with pytest.raises(error, match=re.escape(SHARD)) as caught:
         read(loader)
-    if damage == "truncated" or damage.startswith("index"):
+    if damage in ("truncated", "empty"):  # after the dataset was opened
+        assert "written to since the run began" in str(caught.value)
+    elif damage.startswith("index"):
         assert "energon prepare --tar-index-only" in str(caught.value)
 
 
