@@ -37,7 +37,7 @@ CHOICES = (
     *("multiple_choices", "possible_answers"),
 )
 """Columns of lists of choices."""
-_SERIES = re.compile(r"(options?|choices?|opt|op|ending|sol|alternative|answer|ans|)[_ ]?([a-j]|\d)")
+_SERIES = re.compile(r"(options?|choices?|opt|op|ending|sol|alternative|answer|ans|a(?=\d)|)[_ ]?([a-j]|\d)")
 _ASKED = ("question", "question_stem", "query", "problem", "prompt", "instruction", "input", "ctx", "goal", "sentence")
 _RIGHT = (
     *("answer", "answerkey", "answer_key", "answer_idx", "answer_index", "answer_id", "correct_answer", "correct"),
@@ -70,7 +70,17 @@ _METADATA = frozenset(
         *("file", "filename", "file_name", "files", "path", "url", "urls", "link", "year", "version", "status"),
         *("meta", "metadata", "format", "size", "skill", "skills", "group", "extra_info", "img_type"),
         *("topic_difficulty", "question_concept", "concept", "comment_count", "country", "state", "city", "email"),
-        *("original_question", "semantic", "semantic_str", "program", "groups", "types", "annotations", "entailed"),
+        *(
+            "original_question",
+            "semantic",
+            "semantic_str",
+            "program",
+            "groups",
+            "types",
+            "annotations",
+            "entailed",
+            "duration",
+        ),
         *("equivalent", "operation", "operation/reasoning", "ocr", "ocr_info", "image_classes", "metamap_phrases"),
     )
 )

@@ -370,6 +370,10 @@ PUBLIC: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"question": "Which of the letters is it?", "options": QA, "answer": "B"},
         [llava_mmbench("Which of the letters is it?", QA), "B"],
     ),
+    "NExT-QA": (
+        {"question": "how", "answer": 0, "frame_count": 9, "type": "CH", "qid": 6, "a0": "p", "a1": "q", "a2": "r"},
+        [llava_mmbench("how", QA[:3]), "A"],
+    ),
     "BoolQ": (  # the words of lm-evaluation-harness
         {"question": "is it big", "passage": "It is a big country.", "answer": True},
         ["It is a big country.\nis it big", "yes"],
