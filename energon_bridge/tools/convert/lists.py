@@ -414,7 +414,7 @@ class CocoSource:
 
 _CAPTIONS = ("caption", "text", "txt", "captions", "description", "alt", "alt_text", "title", "prompt")
 _QUESTIONS = ("question", "query", "instruction", "context")
-_ANSWERS = ("answers", "answer", "response", "output", "label")
+_ANSWERS = ("answers", "answer", "response", "output", "label", "gt_answer")
 _LABELS = ("label", "labels", "class", "category", "target", "label_name", "class_name")
 
 
@@ -461,6 +461,8 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
     bare = frozenset(files)
     question, caption = _named(values, _QUESTIONS), _named(values, _CAPTIONS)
     label = _named(values, _LABELS)
+    if question is None and caption is not None and _ask([row.values.get(caption) for row in rows]):
+        question = caption  # of POPE, whose answers are in `label`
     if question is not None:
         answers = _named(values, _ANSWERS)
         fields = {**image, "context": question} | ({"answers": answers} if answers else {})
@@ -477,6 +479,11 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
             fields["label_name"] = name
         return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
     return Layout(sample_type="ImageSample", fields=image, bare=bare)
+
+
+def _ask(texts: Sequence[Any]) -> bool:
+    """Return whether most of some texts are questions."""
+    return 2 * sum(isinstance(text, str) and text.rstrip().endswith("?") for text in texts) > len(texts)
 
 
 def answers_of(rows: Sequence[Row]) -> AnswersAs | None:

@@ -398,7 +398,7 @@ def test_columns_of_public_sets_need_no_flags(name: str, tmp_path: Path) -> None
     assert learned(converted(source, tmp_path / "out", "--split-ratio", "1,0,0")) == [texts]
 
 
-@pytest.mark.parametrize("form", ["VQAv2", "ChartQA"])
+@pytest.mark.parametrize("form", ["VQAv2", "ChartQA", "POPE", "gt_answer"])
 def test_answers_of_sets_about_images(form: str, tmp_path: Path) -> None:
     said = [
         {"answer": text, "answer_confidence": "yes", "answer_id": at} for at, text in enumerate(["nets", "net", "net"])
@@ -406,6 +406,10 @@ def test_answers_of_sets_about_images(form: str, tmp_path: Path) -> None:
     row = {"question": "What is it?", "multiple_choice_answer": "net", "answers": said}
     if form == "ChartQA":
         row = {"query": "What is it?", "label": ["net"], "human_or_machine": 0}
+    if form == "gt_answer":
+        row = {"question": "What is it?", "gt_answer": "net"}
+    if form == "POPE":
+        row = {"question_id": 1, "text": "What is it?", "label": "net"}
     out = converted(listed(tmp_path, [{"image": "a.png", **row}]), tmp_path / "out", "--split-ratio", "1,0,0")
     workers = WorkerConfig(num_workers=0)
     (batch,) = get_loader(get_val_dataset(out, split_part="train", batch_size=1, worker_config=workers))
