@@ -277,6 +277,9 @@ SPELLED: dict[str, tuple[str, str, str]] = {  # the question, what is shown, and
     "placeholders": ("<image_placeholder>a<image_placeholder>color?", "IaIcolor?", "rb"),
     "bars": ("<|image|>a<|image|>color?", "IaIcolor?", "rb"),
     "img": ("<img>a<img>color?", "IaIcolor?", "rb"),
+    "img and its end": ("<img></img>a<img></img>color?", "IaIcolor?", "rb"),
+    "MiniGPT-4": ("<Img><ImageHere></Img>a<Img><ImageHere></Img>color?", "IaIcolor?", "rb"),
+    "img side by side": ("<img><img>color?", "IIcolor?", "rb"),
     "Gemma": ("<start_of_image>a<start_of_image>color?", "IaIcolor?", "rb"),
     "tokens of Qwen": (
         "<|vision_start|><|image_pad|><|vision_end|>a<|vision_start|><|image_pad|><|vision_end|>color?",
@@ -320,6 +323,16 @@ def test_places_that_do_not_fit_are_refused(tmp_path: Path, media: Path, questio
     assert re.search(complaint, refused(listed(tmp_path, entry), tmp_path / "out", "--media", media))
     with pytest.raises(SampleError, match=complaint):
         read_conversation(cook_conversation({"__key__": "a", "json": llava(question), "0.png": "r", "1.png": "b"}))
+
+
+@pytest.mark.parametrize("name", ["image_path", "img", "audio_filepath", "video_file", "wav"])
+def test_files_under_other_names_are_not_left_out_silently(name: str) -> None:
+    content = {name: "a.wav", "question": "What is said?", "answer": "Yes"}
+    with pytest.raises(SampleError, match=f"`{name}` names a file .* convert the list"):
+        cook_conversation({"__key__": "a", "json": content})
+    assert cook_conversation({"__key__": "a", "json": content, "0.wav": b"sound"}).audios == [b"sound"]
+    for other in ({name: ""}, {name: None}, {"source": "a.wav"}):
+        cook_conversation({"__key__": "a", "json": {**content, name: "", **other}})
 
 
 @pytest.mark.parametrize("question", ["What does <img> do?", "[IMG] is text", "a <sound> of {image}"])

@@ -13,11 +13,13 @@ beside them, and its images, videos and sounds in one of these places, in the or
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_bridge.core.encoder.cooking import Cooker, basic_sample_keys
 from energon_bridge.core.errors import SampleError
+from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.core.stores import FileStore
 from energon_bridge.models.conversations.conversation import own_media, with_segments
 from energon_bridge.models.conversations.turns import (
@@ -35,6 +37,10 @@ from energon_bridge.models.conversations.turns import (
 )
 from energon_bridge.models.families import (
     ChatSample,
+)
+
+_NAMES_FILE = re.compile(
+    r"(image|img|picture|photo|video|audio|sound|speech|wav)s?_?(file_?)?(path|name|file)?s?|file_?(path|name)?"
 )
 
 
@@ -55,6 +61,8 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
     assert isinstance(content, Mapping)
     check_turns(turns)
     media = with_segments(content, {kind: _media(kind, sample, content, turns, stores) for kind in MEDIA})
+    if not any(media.values()):
+        _check_names(content)
     return ChatSample(
         **basic_sample_keys(sample),
         messages=turns,
@@ -64,6 +72,17 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         tools=read_tools(content),
         system=system_prompt(content),
     )
+
+
+def _check_names(content: Mapping[str, Any]) -> None:
+    """Raise SampleError if a sample without media names a file under a name that is not looked up."""
+    for name, value in content.items():
+        if isinstance(value, str) and kind_by_name(value) is not None and _NAMES_FILE.fullmatch(name.lower()):
+            raise SampleError(
+                f"`{name}` names a file ({value[:200]!r}) that is no part of the sample, and the question would be "
+                "learned without it: convert the list (energon convert), or call the column image, video or audio and "
+                "add an auxiliary store to the mix"
+            )
 
 
 COOKERS = (Cooker(cook_conversation),)

@@ -2,7 +2,7 @@
 
     <image 1>, <image_00>, <|image_1|>, <image-1>, [IMG_2]          by their numbers, which count from 0 or 1
     <ImageHere>, <Image>, [IMG], <image_placeholder>, <|image|>,    in their order
-    <sound>, <speech>, <Video>, {image}, …
+    <sound>, <speech>, <Video>, {image}, …                          <img></img>, <img><ImageHere></img>: the tags too
 
 A number that comes again refers back, and stays text. Where `<image>`, or parts, are the places, all others are text.
 Places that do not fit the media, and words in angle brackets that look like places, are errors: all media would stand
@@ -28,8 +28,8 @@ _WHAT = r"(?:here|placeholder|token|pad|soft[ _]?token|context|feature|patch)"
 _WORD = rf"({'|'.join(_KINDS)})[ _-]?{_WHAT}?[ _#:-]*([0-9]{{1,3}})?"
 _AROUND = r"(?:vision|audio|image)_(?:start|bos|begin)", r"(?:vision|audio|image)_(?:end|eos)"
 _SPELLED = re.compile(
-    rf"\n?(?:(?:<\|{_AROUND[0]}\|>)?<\|?\s*{_WORD}\s*\|?>(?:<\|{_AROUND[1]}\|>)?"
-    rf"|\[{_WORD}\]|\{{{_WORD}\}}|\{{\{{{_WORD}\}}\}}|<start_of_(image)>())\n?",
+    rf"\n?(?:<img>(?=<[^<>/]{{1,30}}></img>))?(?:(?:<\|{_AROUND[0]}\|>)?<\|?\s*{_WORD}\s*\|?>(?:<\|{_AROUND[1]}\|>)?"
+    rf"|\[{_WORD}\]|\{{{_WORD}\}}|\{{\{{{_WORD}\}}\}}|<start_of_(image)>())(?:</img>)?\n?",
     re.IGNORECASE,
 )
 _LIKE_PLACES = re.compile(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,7 +37,7 @@ CHOICES = (
     *("multiple_choices", "possible_answers"),
 )
 """Columns of lists of choices."""
-_SERIES = re.compile(r"(options?|choices?|opt|op|ending|sol|alternative|answer|ans|)[_ ]?([a-j]|\d)")
+_SERIES = re.compile(r"(options?|choices?|opt|op|ending|sol|alternative|answer|ans|a(?=\d)|)[_ ]?([a-j]|\d)")
 _ASKED = ("question", "question_stem", "query", "problem", "prompt", "instruction", "input", "ctx", "goal", "sentence")
 _RIGHT = (
     *("answer", "answerkey", "answer_key", "answer_idx", "answer_index", "answer_id", "correct_answer", "correct"),
@@ -45,6 +46,11 @@ _RIGHT = (
 )
 _SAID = ("answer", "output", "response", "completion", "assistant", "gpt", "answers")
 _LETTER = "Answer with the option's letter from the given choices directly."  # of LLaVA 1.5
+
+_ASKS_LETTER = re.compile(
+    r"\b(option|choice|answer|correct)\w*\b[^.?!\n]*\bletter|\bletters?\b[^.?!\n]*\b(option|choice|answer)",
+    re.IGNORECASE,
+)
 
 _OF_ANSWERS = frozenset(
     (
@@ -64,11 +70,23 @@ _METADATA = frozenset(
         *("file", "filename", "file_name", "files", "path", "url", "urls", "link", "year", "version", "status"),
         *("meta", "metadata", "format", "size", "skill", "skills", "group", "extra_info", "img_type"),
         *("topic_difficulty", "question_concept", "concept", "comment_count", "country", "state", "city", "email"),
+        *(
+            "original_question",
+            "semantic",
+            "semantic_str",
+            "program",
+            "groups",
+            "types",
+            "annotations",
+            "entailed",
+            "duration",
+        ),
+        *("equivalent", "operation", "operation/reasoning", "ocr", "ocr_info", "image_classes", "metamap_phrases"),
     )
 )
 _ENDINGS = re.compile(
     r".*[_-](id|idx|index|url|source|category|type|split|licen[cs]e|lang|language|date|time|model|name|path|file|key"
-    r"|hash|tag|score|label|level|topic|domain|format|version|count)s?"
+    r"|hash|tag|score|label|level|topic|domain|format|version|count|token)s?"
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _WORDS = 4
@@ -111,7 +129,7 @@ def options_of(entry: Mapping[str, Any]) -> Options | None:
             return listed
     series: dict[str, dict[str, tuple[str, Any]]] = {}
     for column, start, key in names.series:
-        if _is_plain(entry[column]):
+        if _is_plain(entry[column]) and not _is_missing(entry[column]):
             series.setdefault(start, {})[key] = (column, entry[column])
     for found in series.values():
         keys = sorted(found)
@@ -199,8 +217,8 @@ def _parsed(text: str) -> Any:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value is null: None, or what tables of floats have for it."""
-    return value is None or (isinstance(value, float) and value != value)
+    """Return whether a value is null: None, or what tables of floats have for it, also as text."""
+    return value is None or value == "nan" or (isinstance(value, float) and value != value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -222,16 +240,31 @@ def choice_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
         options = options_of(entry)
     except SampleError:
         return None
+    if options is None and (isinstance(entry.get("answer"), bool) or first_answer(entry.get("answer")) is not None):
+        return asked, "answer"
     right = None if options is None else _column(entry, _RIGHT, lambda value: _is_plain(only(value)))
     return None if right is None or right == asked else (asked, right)
 
 
 def first_answer(value: Any) -> str | None:
-    """Return the first of several answers, as VQA and SQuAD have them; None if there is none."""
-    texts = value.get("text") if isinstance(value, Mapping) else value
+    """Return the first of several answers, as OK-VQA and SQuAD have them, or that of most annotators; None: none."""
+    if isinstance(value, bool):  # of BoolQ
+        return "yes" if value else "no"
+    texts = value.get("text") if isinstance(value, Mapping) else said_by_annotators(value) or value
     if isinstance(texts, list | tuple) and texts and all(isinstance(one, str) for one in texts):
         return texts[0]
     return texts if isinstance(texts, str) else None
+
+
+def said_by_annotators(value: Any) -> list[str] | None:
+    """Return the texts of VQAv2's and VizWiz' answers, what most annotators say first; None for anything else."""
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, Mapping) for one in value):
+        return None
+    texts = [one.get("answer") for one in value]
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    counts = Counter[str](texts)
+    return sorted(texts, key=lambda text: -counts[text])
 
 
 def only(value: Any) -> Any:
@@ -366,7 +399,7 @@ def composed(entry: Mapping[str, Any], pair: tuple[str, str], given: AnswersAs |
     number = chosen(right, options, pair[1], given) if _is_plain(right) else None
     if number is None:
         return question, answer
-    if "letter" not in asked.lower():
+    if _ASKS_LETTER.search(asked) is None:
         question = f"{question}\n{_LETTER}"
     return question, options.letters[number]
 
@@ -382,7 +415,9 @@ def template_columns(template: str) -> list[str]:
 def filled(
     template: str, entry: Mapping[str, Any], pair: tuple[str, str] | None, given: AnswersAs | None = None
 ) -> tuple[str, str, str | None]:
-    """Return a question by a template, the column of its answer, and the letter, if its choices are in the template.
+    """Return a question by a template, the column of its answer, and the right one of its choices.
+
+    Choices that the template leaves out stand behind it; where it shows them without letters, the right text is said.
 
     Raises:
         SampleError: A column has no text, there is no answer, or it is not clear which choice is right.
@@ -400,10 +435,21 @@ def filled(
         texts[column] = listed.lines if listed else str(value) if _is_plain(value) else _context(column, value)
     question = _COLUMN.sub(lambda match: texts[match[1]], template.replace("\\n", "\n"))
     options = options_of(entry)
-    if options is None or options.written or not set(options.columns) <= set(columns) or not _is_plain(entry[right]):
+    if options is None:
         return question, right, None
-    number = chosen(entry[right], options, right, given)
-    return question, right, None if number is None else options.letters[number]
+    is_shown = set(options.columns) <= set(columns)
+    if not is_shown and not _has_lines(question, options):
+        question = f"{question}\n{options.lines}"
+    if options.written or not _is_plain(only(entry[right])):
+        return question, right, None
+    number = chosen(only(entry[right]), options, right, given)
+    if number is None:
+        return question, right, None
+    if not _has_lines(question, options):
+        return question, right, options.texts[number]
+    if not is_shown and _ASKS_LETTER.search(question) is None:
+        question = f"{question}\n{_LETTER}"
+    return question, right, options.letters[number]
 
 
 def _context(column: str, value: Any) -> str:
@@ -436,6 +482,7 @@ def unknown_texts(entry: Mapping[str, Any], known: Collection[str], pair: tuple[
     options = options_of(entry)
     said = [str(entry[name]) for name in pair or ()]
     found = [name for name in found if options is None or name not in options.columns]
+    found = [name for name in found if not all(any(text in one for one in said) for text in texts_in(entry[name]))]
     return [name for name in found if not said or not all(one in str(entry[name]) for one in said)]  # Alpaca's `text`
 
 
@@ -456,7 +503,7 @@ def texts_in(value: Any) -> list[str]:
 
 def short_text(value: Any) -> str | None:
     """Return a value that is a text of few words; None for numbers, names of files and the like."""
-    text = value.strip() if isinstance(value, str) else ""
+    text = value.strip() if isinstance(value, str) and not _is_missing(value) and re.search(r"\w", value) else ""
     is_name = " " not in text and (any(one.isdigit() for one in text) or "/" in text or "://" in text or "_" in text)
     return text if text and not is_name and not _is_long(text) else None
 

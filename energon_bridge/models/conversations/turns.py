@@ -39,6 +39,7 @@ PAIRS = (
     *(("instruction", "output"), ("instruction", "response"), ("query", "response"), ("question", "answer")),
     *(("question", "response"), ("prompt", "completion"), ("prompt", "response"), ("human", "assistant")),
     *(("user", "assistant"), ("human", "gpt"), ("input", "output")),
+    *(("query", "answer"), ("problem", "solution"), ("problem", "answer")),
 )
 BESIDE_PAIRS = ("input", "history", "system", "tools")
 """What else belongs to a pair, and is no part of its question (`questions` has those)."""
@@ -284,7 +285,7 @@ def has_empty_answer(entry: Mapping[str, Any]) -> bool:
 
 def system_prompt(entry: Mapping[str, Any]) -> Any:
     """Return the system prompt beside the turns or the pair of an entry."""
-    return entry.get("system") or entry.get("system_prompt")
+    return entry.get("system") or entry.get("system_prompt") or None
 
 
 def read_tools(entry: Mapping[str, Any]) -> list[Any] | None:

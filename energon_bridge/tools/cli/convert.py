@@ -267,6 +267,8 @@ def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], to
                 f"{', '.join(sorted(columns))}."
             )
     proposed = source.propose()
+    if told.question is not None:
+        told = replace(told, answers_as=told.answers_as or answers_of(rows))
     if told.ignored or told.question:
         proposed = propose_layout([as_told(row, told) for row in rows])
     layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking)

@@ -58,7 +58,8 @@ _MEDIA_KEYS = {
 def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str) -> tuple[str, ...]:
     """Return the columns with files, judging by the first rows; raises SourceError for one where few values name any.
 
-    A column of other files than media has files, too: it is no text.
+    A column of other files than media has files, too: it is no text. Where another column has the contents themselves,
+    names of files that are not there only say where these came from.
     """
     seen: dict[str, list[tuple[bool, Any]]] = {}
     for row in rows:
@@ -81,7 +82,25 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
                 f"{where}: the column `{name}` names files ({there!r}) in {len(files)} of its first {len(values)} "
                 f"rows, but also has {str(other)[:60]!r}. Leave it empty in rows without a file."
             )
-    return tuple(columns)
+    contents = [name for name in columns if any(map(_has_contents, (value for _, value in seen[name])))]
+    if not contents:
+        return tuple(columns)
+    return tuple(name for name in columns if name in contents or not _is_origin(name, seen[name], media))
+
+
+def _has_contents(value: Any) -> bool:
+    """Return whether a value has a medium itself, not only its name."""
+    if isinstance(value, list):
+        return any(map(_has_contents, value))
+    return isinstance(value, bytes) or (isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes))
+
+
+def _is_origin(column: str, values: Iterable[tuple[bool, Any]], media: MediaRoot) -> bool:
+    """Return whether values are names of files that are not there: `file`, `path` or an id beside the contents."""
+    texts = [value for _, value in values]
+    if is_media_column(column) or not all(isinstance(value, str) and not value.startswith("data:") for value in texts):
+        return False
+    return not any(is_file_of(value, "", media) for value in texts)
 
 
 def media_columns(entry: Mapping[str, Any], columns: Sequence[str]) -> Iterable[str]:

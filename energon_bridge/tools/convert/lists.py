@@ -414,7 +414,7 @@ class CocoSource:
 
 _CAPTIONS = ("caption", "text", "txt", "captions", "description", "alt", "alt_text", "title", "prompt")
 _QUESTIONS = ("question", "query", "instruction", "context")
-_ANSWERS = ("answers", "answer", "response", "output")
+_ANSWERS = ("answers", "answer", "response", "output", "label", "gt_answer")
 _LABELS = ("label", "labels", "class", "category", "target", "label_name", "class_name")
 
 
@@ -461,6 +461,8 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
     bare = frozenset(files)
     question, caption = _named(values, _QUESTIONS), _named(values, _CAPTIONS)
     label = _named(values, _LABELS)
+    if question is None and caption is not None and _ask([row.values.get(caption) for row in rows]):
+        question = caption  # of POPE, whose answers are in `label`
     if question is not None:
         answers = _named(values, _ANSWERS)
         fields = {**image, "context": question} | ({"answers": answers} if answers else {})
@@ -477,6 +479,11 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
             fields["label_name"] = name
         return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
     return Layout(sample_type="ImageSample", fields=image, bare=bare)
+
+
+def _ask(texts: Sequence[Any]) -> bool:
+    """Return whether most of some texts are questions."""
+    return 2 * sum(isinstance(text, str) and text.rstrip().endswith("?") for text in texts) > len(texts)
 
 
 def answers_of(rows: Sequence[Row]) -> AnswersAs | None:
@@ -505,7 +512,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
         pair = find_pair(row.values)
         if any(name in row.values for name in CONVERSATIONS):
             if lost := [name for name in _not_in_turns(row.values) if name not in known]:
-                raise SourceError(f"{row.where}: {_beside(lost[0], row.values[lost[0]], None, remedy)}")
+                raise SourceError(f"{row.where}: {_beside(lost, row.values, None, remedy)}")
             continue
         if pair is None and not mapped:
             continue
@@ -515,14 +522,16 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
                 unknown += [name for name in columns_of(row.values) if name not in known]
             if unknown:
                 asked = (layout.fields["context"], "") if "context" in layout.fields else pair
-                raise SourceError(_beside(unknown[0], row.values[unknown[0]], asked, remedy))
+                raise SourceError(_beside(unknown, row.values, asked, remedy))
             used = (*known, *(pair or ()), *columns_of(row.values))
+        said = [str(row.values[name]) for name in pair or ()]
         for name, value in row.values.items():
-            if name not in used and not is_metadata(name) and (text := short_text(value)) is not None:
+            text = None if name in used or is_metadata(name) else short_text(value)
+            if text is not None and not any(text in one for one in said):
                 short.setdefault(name, []).append(text)
     for name, texts in short.items():
         if len(texts) < 4 or 2 * len({*texts}) > len(texts):  # else it names categories
-            raise SourceError(f"{rows[0].where}: {_beside(name, texts[0], None, remedy)}")
+            raise SourceError(f"{rows[0].where}: {_beside([name], {name: texts[0]}, None, remedy)}")
 
 
 def _not_in_turns(values: Mapping[str, Any]) -> list[str]:
@@ -533,12 +542,21 @@ def _not_in_turns(values: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _beside(column: str, value: Any, pair: tuple[str, str] | None, remedy: str) -> str:
+def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, str] | None, remedy: str) -> str:
     asked = "question" if pair is None else pair[0]
     beside = "a question" if pair is None else f"`{asked}`"
+    known: list[str] = []
+    with suppress(SampleError):
+        options = options_of(values)
+        known = [name for name in columns_of(values) if options is None or name not in options.columns]
+    parts = [f"{{{column}}}" for column in dict.fromkeys((*known, *columns, asked))]
+    if whole := [name for name in columns if values.get(asked) and str(values[asked]) in str(values[name])]:
+        parts = [f"{{{whole[0]}}}"]
+    others = f" (and so has {', '.join(f'`{name}`' for name in columns[1:])})" if columns[1:] else ""
+    remedy = remedy.replace("{COLUMN}\\n{question}", "\\n".join(parts))
     return (
-        f"the column `{column}` beside {beside} has a text ({shown(value)}) that may belong to the question, and would "
-        f"not be learned. {remedy.replace('COLUMN', column).replace('{question}', f'{{{asked}}}')}"
+        f"the column `{columns[0]}` beside {beside} has a text ({shown(values[columns[0]])}) that may belong to the "
+        f"question, and would not be learned{others}. {remedy.replace('COLUMN', ' --ignore '.join(columns))}"
     )
 
 

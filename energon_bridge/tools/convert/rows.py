@@ -35,7 +35,7 @@ from energon_bridge.core.format.field_map import FieldMap, describe_fields, pars
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, kind_by_name
 from energon_bridge.core.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name
 from energon_bridge.core.storage import Store
-from energon_bridge.models.conversations.questions import AnswersAs
+from energon_bridge.models.conversations.questions import AnswersAs, said_by_annotators
 from energon_bridge.models.conversations.turns import medium_by_name
 
 
@@ -405,6 +405,8 @@ def _fitted(value: Any, declared: str) -> Any:
     """Turn a single text into a list, digits into a number, and a number into text, if the field is declared so."""
     if isinstance(value, int | float) and not isinstance(value, bool) and declared.startswith("str"):
         return str(value) if value == value else None  # NaN: how floats say null
+    if declared.startswith(_FITTED[0]) and (texts := said_by_annotators(value)) is not None:
+        return texts
     if isinstance(value, str):
         if declared.startswith(_FITTED[0]):
             return [value]

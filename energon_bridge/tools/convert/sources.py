@@ -221,7 +221,7 @@ class ListsSource:
 
     @staticmethod
     def _part(root: Path, folder: Path) -> str | None:
-        found = folder_split((folder.relative_to(root) / "list").as_posix())
+        found = folder_split((folder.relative_to(root) / "list").as_posix().lower())
         return None if found is None else found[0]
 
     @staticmethod

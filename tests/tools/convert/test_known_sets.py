@@ -198,3 +198,36 @@ def test_folders_of_which_some_are_splits_are_refused(tmp_path: Path) -> None:
     (tmp_path / "photos/train").rename(tmp_path / "photos/less")
     told = convert(tmp_path / "photos", tmp_path / "out", "--split-ratio", "1,0,0")
     assert [sample.caption for sample in delivered(tmp_path / "out")] == ["train 0", "train 1", "more 0", "more 1"]
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [
+        ("filename", "1000092795.jpg"),  # Flickr30k
+        ("question_id", "code_reasoning/0020.png"),  # MME
+        ("file", "374-180298-0000.flac"),  # LibriSpeech
+        ("original_full_path", "audio/podcast/P0001.opus"),  # GigaSpeech
+    ],
+)
+def test_names_of_files_beside_contents_are_texts(tmp_path: Path, column: str, name: str) -> None:
+    row = {column: name, "image": {"bytes": png("red"), "path": None}, "caption": "A red square."}
+    pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "train.parquet")
+    convert(tmp_path / "train.parquet", tmp_path / "out", "--split-ratio", "1,0,0")
+    for path in (tmp_path / "train.parquet", tmp_path / "out"):
+        samples = delivered(path)
+        assert [sample.caption for sample in samples] == ["A red square."] * 2
+        assert [sample.image.shape for sample in samples] == [(3, 4, 6)] * 2
+
+
+def test_files_that_are_there_are_media_beside_contents_too(tmp_path: Path) -> None:
+    (tmp_path / "mask.png").write_bytes(png("blue"))
+    row = {"image": {"bytes": png("red"), "path": None}, "annotated": "mask.png", "caption": "A red square."}
+    pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "train.parquet")
+    printed = convert(tmp_path / "train.parquet", tmp_path / "out", "--split-ratio", "1,0,0")
+    assert "annotated.png" in printed
+
+
+def test_files_of_a_column_of_media_must_be_there(tmp_path: Path) -> None:
+    row = {"image": {"bytes": png("red"), "path": None}, "video": "gone.mp4", "caption": "A red square."}
+    pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "train.parquet")
+    assert "gone.mp4" in refusal_of("convert", tmp_path / "train.parquet", tmp_path / "out", "--split-ratio", "1,0,0")

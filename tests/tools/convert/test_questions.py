@@ -297,3 +297,153 @@ def test_flags_of_questions_are_refused_where_there_are_none(tmp_path: Path) -> 
     write_pictures(tmp_path / "photos", ["cat/a.png", "dog/b.png"])
     for flags in (("--ignore", "label"), ("--question", "{label}"), ("--answers-as", "index")):
         assert refused(tmp_path / "photos", tmp_path / "out", *flags)
+
+
+# Columns of public sets, as their files have them; what is learned is the set's own question and answer.
+PUBLIC: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "GQA": (
+        {
+            **{
+                "id": "1",
+                "imageId": "n1",
+                "question": "Is it overcast?",
+                "answer": "no",
+                "fullAnswer": "No, it is clear.",
+            },
+            **{
+                "semantic": [{"operation": "select", "argument": "scene of it", "dependencies": []}],
+                "isBalanced": True,
+            },
+            **{"semanticStr": "select: scene->verify weather: overcast [0]", "groups": {"local": "06-weather_s"}},
+            **{"types": {"detailed": "weatherVerify"}, "entailed": "", "equivalent": ""},
+        },
+        ["Is it overcast?", "no"],
+    ),
+    "TextVQA": (
+        {
+            **{"image_id": "003", "question": "what is the brand?", "question_tokens": ["what", "is", "the", "brand"]},
+            **{"answers": ["nous les gosses", "dakota"], "image_classes": ["Belt", "Headphones"], "set_name": "train"},
+            "ocr_tokens": ["DAKOTA", "DIGITAL"],
+        },
+        ["what is the brand?", "nous les gosses"],
+    ),
+    "MetaMathQA": (
+        {
+            "query": "Solve x+1=2.",
+            "original_question": "Solve x plus 1 equals 2.",
+            "response": "x is 1",
+            "type": "AnsAug",
+        },
+        ["Solve x+1=2.", "x is 1"],
+    ),
+    "HellaSwag": (
+        {
+            **{
+                "ind": 4,
+                "activity_label": "Removing ice from car",
+                "ctx_a": "The man writes over the snow.",
+                "ctx_b": "then",
+            },
+            **{"ctx": "The man writes over the snow. then", "endings": QA, "source_id": "x~v_1", "split": "train"},
+            "label": "0",
+        },
+        [llava_mmbench("The man writes over the snow. then", QA), "A"],
+    ),
+    "MMMU without choices": (
+        {"question": "How many?", "options": "[]", "answer": "24", "question_type": "open"},
+        ["How many?", "24"],
+    ),
+    "MMBench of lmms-lab": (  # lmms-eval leaves "nan" out
+        {
+            "question": "Which?",
+            "hint": "nan",
+            "A": "p",
+            "B": "q",
+            "C": "nan",
+            "D": "nan",
+            "answer": "A",
+            "comment": "nan",
+        },
+        [llava_mmbench("Which?", QA[:2]), "A"],
+    ),
+    "AI2D of letters": (
+        {"question": "Which of the letters is it?", "options": QA, "answer": "B"},
+        [llava_mmbench("Which of the letters is it?", QA), "B"],
+    ),
+    "NExT-QA": (
+        {"question": "how", "answer": 0, "frame_count": 9, "type": "CH", "qid": 6, "a0": "p", "a1": "q", "a2": "r"},
+        [llava_mmbench("how", QA[:3]), "A"],
+    ),
+    "BoolQ": (  # the words of lm-evaluation-harness
+        {"question": "is it big", "passage": "It is a big country.", "answer": True},
+        ["It is a big country.\nis it big", "yes"],
+    ),
+    "NQ-open": ({"question": "where was it", "answer": ["Fernie", "Fernie Resort"]}, ["where was it", "Fernie"]),
+    "MATH": (
+        {"problem": "Solve x=1.", "level": "Level 5", "type": "Algebra", "solution": "It is 1."},
+        ["Solve x=1.", "It is 1."],
+    ),
+    "OpenOrca": (
+        {"id": "n", "system_prompt": "", "question": "What is it?", "response": "It."},
+        ["What is it?", "It."],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_columns_of_public_sets_need_no_flags(name: str, tmp_path: Path) -> None:
+    row, texts = PUBLIC[name]
+    source = listed(tmp_path, [row], "list.jsonl")
+    assert learned(source) == [texts]
+    assert learned(converted(source, tmp_path / "out", "--split-ratio", "1,0,0")) == [texts]
+
+
+@pytest.mark.parametrize("form", ["VQAv2", "ChartQA", "POPE", "gt_answer"])
+def test_answers_of_sets_about_images(form: str, tmp_path: Path) -> None:
+    said = [
+        {"answer": text, "answer_confidence": "yes", "answer_id": at} for at, text in enumerate(["nets", "net", "net"])
+    ]
+    row = {"question": "What is it?", "multiple_choice_answer": "net", "answers": said}
+    if form == "ChartQA":
+        row = {"query": "What is it?", "label": ["net"], "human_or_machine": 0}
+    if form == "gt_answer":
+        row = {"question": "What is it?", "gt_answer": "net"}
+    if form == "POPE":
+        row = {"question_id": 1, "text": "What is it?", "label": "net"}
+    out = converted(listed(tmp_path, [{"image": "a.png", **row}]), tmp_path / "out", "--split-ratio", "1,0,0")
+    workers = WorkerConfig(num_workers=0)
+    (batch,) = get_loader(get_val_dataset(out, split_part="train", batch_size=1, worker_config=workers))
+    assert (batch.context, batch.answers[0][0]) == (["What is it?"], "net")
+
+
+def test_a_template_without_choices_has_them_behind_it(tmp_path: Path) -> None:
+    rows = [
+        {"premise": "The man broke his toe.", "choice1": "p", "choice2": "q", "question": "cause", "label": label}
+        for label in (1, 0)
+    ]
+    source = listed(tmp_path, rows)
+    template = "{premise}\\n{question}"
+    assert f"--question '{template}'" in refused(source, tmp_path / "out")
+    out = converted(source, tmp_path / "out", "--question", template, "--split-ratio", "1,0,0")
+    asked = llava_mmbench("The man broke his toe.\ncause", QA[:2])
+    assert learned(out) == [[asked, "B"], [asked, "A"]]
+    words = converted(
+        source, tmp_path / "words", "--question", "{premise} {choice1} or {choice2}?", "--split-ratio", "1,0,0"
+    )
+    assert learned(words) == [["The man broke his toe. p or q?", "q"], ["The man broke his toe. p or q?", "p"]]
+
+
+def test_all_unknown_columns_are_named_with_a_question_that_has_each_text_once(tmp_path: Path) -> None:
+    facts = {
+        "fact1": "Beads are formed here.",
+        "fact2": "Beads of water fall.",
+        "combinedfact": "Water falls as beads.",
+    }
+    source = listed(tmp_path, [{"question": "What falls?", "answer": "Water", **facts}])
+    said = refused(source, tmp_path / "out")
+    assert "--ignore fact2 --ignore combinedfact" in said
+    assert "--question '{fact1}\\n{fact2}\\n{combinedfact}\\n{question}'" in said
+    whole = listed(
+        tmp_path, [{"question": "How long?", "query": "Answer in metres.\nQuestion: How long?", "answer": "1"}]
+    )
+    assert "--question '{query}'" in refused(whole, tmp_path / "out")
