@@ -1,4 +1,4 @@
-"""What happened in a run, for the report at its end (`report_page.py` makes it).
+"""What happened in a run, for the report at its end (`page.py` makes it).
 
 `RunRecorder` keeps it in memory that does not grow with the run: at most `MOST_POINTS` points of the curves,
 `MOST_LOOKS` looks at the mix and `MOST_SLOW` microbatches. `summary` adds what the loader knows: datasets, what was

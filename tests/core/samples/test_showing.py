@@ -337,7 +337,7 @@ def test_the_trainer_of_transformers_is_told_what_to_use(data: Path, tmp_path: P
         str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False
     )
     trainer = transformers.Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=dataset)
-    with pytest.raises(WrongUseError, match=r"energon_bridge\.integrations\.huggingface\.EnergonTrainer"):
+    with pytest.raises(WrongUseError, match=r"energon_bridge\.trainers\.huggingface\.EnergonTrainer"):
         trainer.train()
 
 

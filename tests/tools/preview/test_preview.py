@@ -510,7 +510,7 @@ def test_names_and_texts_of_the_data_are_in_values_alone(tmp_path: Path) -> None
     mix = previews.mix_of(tmp_path / "mix.yaml", jsonl=jsonl, tars=tars)
     output_of("preview", mix, "--html", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text()
-    assert page == (REPOSITORY / "energon_bridge" / "preview" / "page.html").read_text()
+    assert page == (REPOSITORY / "energon_bridge" / "tools" / "preview" / "page.html").read_text()
     assert "default-src 'none'; script-src 'self'" in page
     assert re.findall(r"<script[^>]*>", page) == ['<script src="preview.js">', '<script src="data/meta.js">']
     names = [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()]
