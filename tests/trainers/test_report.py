@@ -289,6 +289,27 @@ def test_a_report_has_validation_learning_rate_and_the_highest_losses(mix: Blend
     assert "train-00007" in said(rows[0][-1])
 
 
+def test_a_high_loss_is_found_among_the_higher_ones_of_the_beginning(tmp_path: Path) -> None:
+    inner = SimpleNamespace(config=SimpleNamespace(dp_rank=0, dp_size=1))
+    loader: Any = SimpleNamespace(loader=inner, wait_seconds=0.0, metrics=dict)
+    losses = {step: 9.0 * 0.99**step for step in range(1, 401)}
+    for step in (230, 231, 390):
+        losses[step] += 1.0
+    recorder = RunRecorder()
+    for step, loss in losses.items():
+        recorder.microbatch(loader, {"__key__": [f"step{step}"]}, step, torch.tensor(loss))
+        if step == 235:
+            state = json.loads(json.dumps(recorder.state_dict()))
+            recorder = RunRecorder()
+            recorder.load_state_dict(state)
+    told = summary(recorder, loader)
+    assert told is not None
+    write_report(tmp_path / "report.html", [told], recorder)
+    sections = Read(tmp_path / "report.html").run["sections"]
+    rows = next(blocks for name, blocks in sections if name.startswith("Highest"))[0]["rows"]
+    assert {said(row[-1]) for row in rows if float(row[3]) > 0.5} == {"step230", "step231", "step390"}
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_after_a_resume_on_other_ranks_nothing_is_told_twice(ranks: int, tmp_path: Path) -> None:
     """Lightning restores the state of the first rank on all."""
@@ -345,7 +366,7 @@ def test_a_slow_sample_is_found(mix: Blender, tmp_path: Path, monkeypatch: pytes
             clock[0] += 0.001
             return clock[0]
 
-    for module in ("stream.pipeline", "stream.lane"):
+    for module in ("core.stream.pipeline", "core.stream.lane"):
         monkeypatch.setattr(f"energon_bridge.{module}.time", Time)
     fit(mix, tmp_path, max_steps=20, encoder=Slow())
     (first, *_) = [row for row in Read(tmp_path / "report.html").rows if row and "train-" in row[-1]]
