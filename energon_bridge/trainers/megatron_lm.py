@@ -8,7 +8,7 @@
 The loop's contract: it calls the provider on every rank (`is_distributed`), after loading the checkpoint, and once for
 each model chunk with virtual pipeline parallelism. It expects iterators (nobody calls `iter` on them), None for a split
 without data, and a length that is never 0. `next()` is one microbatch. The loop saves the training iterator by its
-`save_state()`, one file per data-parallel rank (`rank_files`), but restores nothing. The provider does, before the
+`save_state()`, one file per data-parallel rank (`read_rank_files`), but restores nothing. The provider does, before the
 first batch and from the files of all ranks, so the number of ranks may have changed. The loop cannot save the iterators
 of virtual pipeline stages; they need `resume="seek"`.
 """

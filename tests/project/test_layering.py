@@ -262,6 +262,24 @@ def test_every_file_says_what_it_is():
     assert missing_docstrings(REPOSITORY) == []
 
 
+def stale_pointers(root: Path) -> list[str]:
+    """Return the files that comments and docstrings name as `folder/file.py`, and that are not there."""
+    found = []
+    for path in python_files(root):
+        product = root / PACKAGE / product_of(module_name(root, path))
+        near = (path.parent, path.parent.parent, product, root / PACKAGE, root)
+        for named in re.findall(r"`((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|c|toml))`", path.read_text()):
+            if named != "sample_loader.py" and not any((folder / named).exists() for folder in near):
+                found.append(f"{path.relative_to(root)}: {named}")
+    return found
+
+
+def test_files_that_are_named_exist(tmp_path):
+    assert stale_pointers(REPOSITORY) == []
+    root = write_tree(tmp_path, {"core/__init__.py": "", "core/a.py": "# `b.py`, `core/a.py`, `a.py`, `order/c.py`"})
+    assert stale_pointers(root) == [f"{PACKAGE}/core/a.py: b.py", f"{PACKAGE}/core/a.py: order/c.py"]
+
+
 def write_tree(root: Path, files: dict[str, str]) -> Path:
     for name, text in {"__init__.py": "", **files}.items():
         path = root / PACKAGE / name

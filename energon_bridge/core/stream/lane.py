@@ -2,9 +2,9 @@
 
 A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches; and its
 state after microbatch m is a function of m, wherever the run was stopped. The stages in order: draws (`draws.py`)
-become encoded samples; samples become packs (`packing.py`, if the encoder packs); samples or packs are the rows of
-microbatches, `batch_size` at a time, by group (`grouping.py`, if the encoder groups), or by length (`packing.py`, with
-`max_tokens_per_microbatch`).
+become encoded samples; samples become packs (`pack_buffer.py`, if the encoder packs); samples or packs are the rows of
+microbatches, `batch_size` at a time, by group (`grouping.py`, if the encoder groups), or by length (`pack_buffer.py`,
+with `max_tokens_per_microbatch`).
 """
 
 from __future__ import annotations

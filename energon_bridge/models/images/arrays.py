@@ -1,6 +1,6 @@
 """Parts that are arrays, tensors or records of other libraries: npy, npz, pth, safetensors, tenbin, msgpack, CBOR.
 
-The decoder of samples (`decoder.py`, which lists them) asks for `codec_of` by the registry.
+The decoder of samples (`core/encoder/decoder.py`, which lists them) asks for `codec_of` by the registry.
 """
 
 from __future__ import annotations
@@ -150,4 +150,4 @@ _CODECS: dict[str, Callable[[bytes], Any]] = {
     "pth": _pth,
     "safetensors": _safetensors,
 }
-"""By extension; `decoder.py` has their names."""
+"""By extension; `core/encoder/decoder.py` has their names."""

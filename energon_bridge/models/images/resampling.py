@@ -4,10 +4,10 @@
     resample_as_torch(pixels, (height, width), "bicubic") those of `interpolate` of torch, with antialiasing
     look_up(pixels, table, layout, out)                   values of bytes, written where the model wants them
 
-Pixels are uint8 of shape (height, width, 3). All release the interpreter lock. `_pixels.c` has them, since Pillow
-takes ten times as long to resize (one pixel of four bytes after the other, and back), torch three times, and numpy
-needs a copy for each step from bytes to patches. Where it is not there (no C compiler when the package was installed),
-Pillow, torch and numpy give the same values.
+Pixels are uint8 of shape (height, width, 3). All release the interpreter lock. `core/samples/_pixels.c` has them, since
+Pillow takes ten times as long to resize (one pixel of four bytes after the other, and back), torch three times, and
+numpy needs a copy for each step from bytes to patches. Where it is not there (no C compiler when the package was
+installed), Pillow, torch and numpy give the same values.
 
 Invariants: both resize in integers, along each row and then along each column, both times rounded to bytes; a side that
 stays as long is left out. Pillow's coefficients have 22 bits behind the point, torch's as many as leave the largest one
