@@ -25,7 +25,7 @@ import stat
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from energon_bridge.core.errors import DatasetNotFoundError, ShardMissingError, StorageError
@@ -64,9 +64,9 @@ class _OpenFile:
             if os.path.commonpath((inside, place)) != inside:
                 raise OSError(errno.EXDEV, f"a symbolic link leads out of the folder, to {place}")
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end `os` may be gone
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            close(self.descriptor)
 
     def check(self) -> None:
         """Raise CorruptShardError if the file has changed since it was opened; call it after each read (1 us)."""
