@@ -284,8 +284,8 @@ def test_a_proxy_of_the_environment_is_asked(
 
 def test_the_guide_names_messages_that_there_are() -> None:
     said = ""
-    folder = REPOSITORY / "energon_bridge"
-    for path in [*folder.glob("core/storage/*.py"), *folder.glob("cloud/*.py"), folder / "core/errors.py"]:
+    files = (*REPOSITORY.glob("energon_bridge/cloud/*.py"), *REPOSITORY.glob("energon_bridge/core/storage/*.py"))
+    for path in [*files, REPOSITORY / "energon_bridge/core/errors.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 said += "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)

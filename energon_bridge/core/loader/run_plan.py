@@ -24,6 +24,7 @@ from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.foreign import ForeignDataset
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.jsonl import JsonlDataset
+from energon_bridge.core.format.marks import marks_of
 from energon_bridge.core.format.media import IMAGE_EXTENSIONS
 from energon_bridge.core.mix import Mix
 from energon_bridge.core.mix.leaves import OpenLeaf
@@ -122,6 +123,11 @@ class DatasetSpec(NotForDataLoader):
                     f"repeat=False: {leaf.dataset.path} is shuffled over {leaf.shuffle_epochs} epochs, so one pass "
                     "would not contain every sample; set shuffle_over_epochs_multiplier to 1 or None"
                 )
+
+    @cached_property
+    def marks(self) -> list[str]:
+        """What tells other content of the same names, counts and sizes, of each leaf (`format/marks.py`)."""
+        return marks_of([leaf.dataset for leaf in self.ordered])
 
     def check_types(self) -> None:
         """Raise if the leaves' sample types cannot share microbatches; loaders check this, forecasts need not."""
@@ -326,12 +332,16 @@ class RunPlan:
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """The leaves, in order, for people and for the state."""
+        """The leaves, in order, for the state."""
+        return [row | {"mark": mark} for row, mark in zip(self.rows, self.data.marks, strict=True)]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The leaves, in order, by what is known without reading an index of samples."""
         shared = self.data.kind != "finite" and len(self.leaves) > 1
         return [
             {
                 "identity": leaf.identity,
-                "mark": opened.mark,
                 "path": leaf.dataset.path,
                 "split_part": leaf.dataset.split_part,
                 "num_samples": leaf.order.num_samples,

@@ -19,7 +19,6 @@ from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.jsonl import is_jsonl, open_jsonl
 from energon_bridge.core.format.key_index import key_index_version
-from energon_bridge.core.format.marks import marks_of
 from energon_bridge.core.format.nvmeta import read_info
 from energon_bridge.core.mix.flatten import Mix
 from energon_bridge.core.mix.joins import aux_of_join, open_join
@@ -46,7 +45,6 @@ class OpenLeaf:
         filter: The expression that its samples fulfil; empty if there is none.
         kept: With a filter: the numbers of these samples, ascending, shape (num_samples,).
         amounts: In a blend by amounts: those of its samples (`tools/columns/amounts.py`).
-        mark: What tells other content of the same names, counts and sizes (`format/marks.py`); empty if nothing does.
 
     Attributes:
         identity: A hash of the leaf's content, independent of its location: 16 hex digits.
@@ -64,7 +62,6 @@ class OpenLeaf:
     filter: str = ""
     kept: np.ndarray | None = field(default=None, repr=False, compare=False)
     amounts: Any = field(default=None, repr=False, compare=False)
-    mark: str = field(default="", compare=False)
     identity: str = field(init=False)
     part: str = field(init=False)
 
@@ -168,8 +165,7 @@ def open_leaves(
             kept=kept,
         )
         leaves.append(leaf if unit is None else load("columns", "amounts").counting(leaf, unit, where=ref.where))
-    marks = marks_of([leaf.dataset for leaf in leaves])
-    return number_leaves([dataclasses.replace(leaf, mark=mark) for leaf, mark in zip(leaves, marks, strict=True)])
+    return number_leaves(leaves)
 
 
 def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:

@@ -133,7 +133,7 @@ def forecast(run: Run, steps: int) -> Forecast:
     leaves = []
     looked_at = max(1, min(plan.num_lanes, _LANES_LOOKED_AT // len(spec.leaves)))
     for leaf, number, written in zip(spec.leaves, order, _written(run), strict=True):
-        row, drawn = plan.table[number], int(counts[number])
+        row, drawn = plan.rows[number], int(counts[number])
         mean = Fraction(int(leaf.dataset.shard_sizes.sum()), leaf.dataset.num_samples)
         leaves.append(
             LeafForecast(

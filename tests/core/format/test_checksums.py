@@ -292,8 +292,8 @@ def test_resumed_runs_leave_out_the_same(root: Path) -> None:
 
 
 def test_large_samples_are_compared_part_by_part(root: Path) -> None:
-    dataset = open_dataset(root, split_part="val")
     sample = damage(root / "train/0.tar", 1)
+    dataset = open_dataset(root, split_part="val")
     large = reader.LeafReader(dataset, unread_from=1, checksums="always")
     raws = large.read(np.arange(sample - 1, sample + 2))
     for number, place in ((sample - 1, 0), (sample + 1, 2)):

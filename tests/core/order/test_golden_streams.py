@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 from engine import PackingEncoder, SkippingEncoder, config_of, loaders_of, text_dataset
+from paths import TESTS
 
 from energon_bridge import DefaultTaskEncoder, get_train_dataset
 from energon_bridge.core.order.leaf import ORDER_VERSION
 
 MICROBATCHES = 60
 SAVED_AFTER = 23
-STATES = Path(__file__).parents[1] / "fixtures" / "states-0.1.0.json"
+STATES = TESTS / "fixtures" / "states-0.1.0.json"
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def caught(handler: ast.ExceptHandler) -> set[str]:
 
 def test_only_steps_catch_what_hooks_raise() -> None:
     catching, leaving = set(), set()
-    for path, tree in modules("stream"):
+    for path, tree in modules("core/stream"):
         handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         for handler in handlers:
@@ -49,7 +49,7 @@ def test_only_steps_catch_what_hooks_raise() -> None:
 
 def test_only_steps_ask_the_policy_and_seed() -> None:
     asking, seeding = set(), set()
-    for path, tree in modules("stream"):
+    for path, tree in modules("core/stream"):
         for node in ast.walk(tree):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             owner = node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
@@ -65,7 +65,7 @@ def test_only_the_table_names_hooks() -> None:
     """(Messages and docstrings name them within sentences.)"""
     named = {
         f"{path.name}: {node.value}"
-        for path, tree in modules("stream", "loader", "task_encoder")
+        for path, tree in modules("core/stream", "core/loader", "core/encoder")
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in ENCODER_HOOKS.keys() - {"batch"} and path.name != "hooks.py"
     }

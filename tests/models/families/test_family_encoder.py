@@ -269,7 +269,7 @@ def test_packs_can_be_limited_by_images_and_their_tokens(talks: Path) -> None:
 
 def test_samples_over_a_limit_are_counted_and_left_out(talks: Path) -> None:
     encoder = encoder_of("qwen2_vl", ChatConfig(max_num_images=2))
-    (loader,) = loaders_of(packed(talks, encoder), 1, 0)
+    (loader,) = loaders_of(packed(talks, encoder), 1, 0, num_lanes=1)
     assert all(max(batch.num_images) <= 2 for batch in islice(loader, 12))
     assert counts_of(loader.save_state_rank())["skipped"] == encoder.counts["drop max_num_images"] > 0
 

@@ -175,7 +175,7 @@ def written(folder: Path, form: str, rows: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
-@pytest.mark.parametrize("names", [("train", "validation", "test"), ("data/Train", "data/dev", "data/test")])
+@pytest.mark.parametrize("names", [("train", "validation", "test"), ("data/train", "data/dev", "data/test")])
 def test_imagefolders_with_metadata_for_each_split(tmp_path: Path, form: str, names: tuple[str, ...]) -> None:
     """As `load_dataset("imagefolder", data_dir=...)` reads them."""
     counts = (3, 2, 1)
