@@ -1,6 +1,6 @@
 """`FileStoreCachePool`: copies files that are needed later to a local disk, in the background.
 
-What is kept are values of the process in the cache of the node (`storage.node_cache`), or in one like it below a folder
+What is kept are values of the process in the cache of the node (`node_cache`), or in one like it below a folder
 of your choice: the store's bytes, which are decoded on `get`. A requested file waits in a queue; threads read it from
 its store and keep it while there is room. A caller that needs it sooner, or that finds no room, reads the store.
 Invariant: a file counts as kept only when it is completely written; the last caller that releases it deletes it.

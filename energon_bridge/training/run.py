@@ -7,7 +7,7 @@ The run folder holds everything that belongs to the run::
     checkpoints/         see `callbacks`
     metrics.jsonl        see `callbacks`
     microbatches.jsonl   times of some microbatches, if asked for
-    report.html          losses, waiting, datasets, what was left out, slowest microbatches; see `integrations.report`
+    report.html          losses, waiting, datasets, what was left out, slowest microbatches; see `tools/report/`
     predictions.jsonl    see `generation`
     export/              the trained model in the layout of transformers, if asked for
 

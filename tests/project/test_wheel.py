@@ -125,12 +125,12 @@ def test_contents(wheel, compiled):
     sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "energon_bridge").rglob("*.py")}
     assert sources <= set(names)
     assert {"energon_bridge/py.typed", "energon_bridge/core/registry.toml"} <= set(names)
-    assert {f"energon_bridge/preview/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
+    assert {f"energon_bridge/tools/preview/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     configs = {f"energon_bridge/{path.relative_to(REPOSITORY)}" for path in (CONFIGS).rglob("*.yaml")}
     assert configs == {name for name in names if name.endswith(".yaml")}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"energon_bridge"}
     libraries = [name for name in names if name.endswith(".so")]
-    parts = ["energon_bridge/format/_tar.abi3.so", "energon_bridge/samples/_pixels.abi3.so"]
+    parts = ["energon_bridge/core/format/_tar.abi3.so", "energon_bridge/core/samples/_pixels.abi3.so"]
     assert sorted(libraries) == (parts if compiled else [])
     assert "cp311-abi3" in wheel.name
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,20 @@ def test_a_report_is_shown_as_it_says(page: Page, mix: Blender, tmp_path: Path) 
     assert page.run("window.hacked === undefined")
 
 
+@pytest.mark.parametrize("scale", [1e-7, 1e-4, 1.0, 123456.789, 1e11])
+def test_values_beside_charts_are_not_cut_off(page: Page, tmp_path: Path, scale: float) -> None:
+    recorder = RunRecorder()
+    for step in range(1, 60):
+        recorder.rate.add(step, scale * 9.87654 / step)
+    write_report(tmp_path / "report.html", [], recorder)
+    page.open(tmp_path / "report.html")
+    svg = "const svg = document.querySelector('svg'); const edge = svg.viewBox.baseVal.x;"
+    left = f"(() => {{ {svg} return [...svg.querySelectorAll('text')].every((one) => one.getBBox().x >= edge); }})()"
+    assert page.run(left)
+    highest = float(page.run("document.querySelectorAll('svg text')[2].textContent"))
+    assert highest == pytest.approx(scale * 9.87654, rel=1e-3)
+
+
 def shares_in(path: Path) -> list[tuple[bool, list[float]]]:
     """Return of each line in the chart of shares whether it is dashed, and its values."""
     (chart,) = (chart for name, chart in Read(path).charts.items() if name.startswith("share of the draws"))
@@ -287,6 +302,43 @@ def test_a_report_has_validation_learning_rate_and_the_highest_losses(mix: Blend
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > 100
     assert "train-00007" in said(rows[0][-1])
+
+
+def test_a_validation_after_training_is_in_the_report(mix: Blender, tmp_path: Path) -> None:
+    options: Any = {"micro_batch_size": 2, "num_workers": 0, "num_lanes": 4, "task_encoder": DefaultTaskEncoder()}
+    data = EnergonMultiModalDataModule(mix, None, None, **options)
+    callback, model = RunReport(tmp_path / "report.html"), Validated()
+    trainer = quiet_trainer(
+        tmp_path, callbacks=[callback], max_steps=8, limit_val_batches=1, check_val_every_n_epoch=99
+    )
+    with closing(data):
+        trainer.fit(model, datamodule=data)
+        trainer.validate(model, datamodule=data, verbose=False)
+    read = Read(tmp_path / "report.html")
+    (validation,) = (chart for name, chart in read.charts.items() if name.startswith("loss of validations"))
+    assert validation["lines"][0]["points"] == [[8, 5.0]]
+    assert read.charts["loss, steps 1 to 8"]
+
+
+def test_a_high_loss_is_found_among_the_higher_ones_of_the_beginning(tmp_path: Path) -> None:
+    inner = SimpleNamespace(config=SimpleNamespace(dp_rank=0, dp_size=1))
+    loader: Any = SimpleNamespace(loader=inner, wait_seconds=0.0, metrics=dict)
+    losses = {step: 9.0 * 0.99**step for step in range(1, 401)}
+    for step in (230, 231, 390):
+        losses[step] += 1.0
+    recorder = RunRecorder()
+    for step, loss in losses.items():
+        recorder.microbatch(loader, {"__key__": [f"step{step}"]}, step, torch.tensor(loss))
+        if step == 235:
+            state = json.loads(json.dumps(recorder.state_dict()))
+            recorder = RunRecorder()
+            recorder.load_state_dict(state)
+    told = summary(recorder, loader)
+    assert told is not None
+    write_report(tmp_path / "report.html", [told], recorder)
+    sections = Read(tmp_path / "report.html").run["sections"]
+    rows = next(blocks for name, blocks in sections if name.startswith("Highest"))[0]["rows"]
+    assert {said(row[-1]) for row in rows if float(row[3]) > 0.5} == {"step230", "step231", "step390"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

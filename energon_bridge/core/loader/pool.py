@@ -263,6 +263,11 @@ class WorkerPool:
             self.stop()
             raise
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether there are workers to stop."""
+        return bool(self._workers)
+
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         """Let running workers begin the next pass; say whether there are any."""
         self._due, self._next = due, None
@@ -523,3 +528,4 @@ def _stop_all() -> None:
         for worker in pool._workers:
             if worker._process._started_by == os.getpid():
                 worker.kill()
+        pool.forget()  # what workers hold here goes now: later, modules that give it back may be gone

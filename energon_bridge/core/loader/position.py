@@ -450,8 +450,8 @@ class Mode:
     """How the microbatches of a rank follow one another, and what of the run the rank needs for that.
 
     This one is that of an endless run: each rank goes round its own lanes, with masked microbatches if the ranks do not
-    divide the lanes. Others override what differs; other rooms bring further ones (`loader.shares`). Where the rank is
-    stands in its position, `at`; a copy of both goes to each worker.
+    divide the lanes. Others override what differs; other products bring further ones (`trainers/replica/shares.py`).
+    Where the rank is stands in its position, `at`; a copy of both goes to each worker.
 
     Attributes:
         by_lane: Whether units are lanes, each of one worker; a worker without a lane then has none, ever.

@@ -423,8 +423,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def __del__(self) -> None:
         # Threads end with their `Production`; the garbage collector may call this on one that must not wait for them.
-        # At the interpreter's end, modules may be gone already.
-        if "_source" in self.__dict__ and self.config.num_workers:
+        # At the interpreter's end no workers are left (`pool` has stopped them), and modules may be gone already.
+        if "_source" in self.__dict__ and self._pool.has_workers:
             self._stop_workers()
 
     # State -----------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class _OpenFile:
             if os.path.commonpath((inside, place)) != inside:
                 raise OSError(errno.EXDEV, f"a symbolic link leads out of the folder, to {place}")
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end, modules are gone
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end `os` may be gone
         if self.descriptor >= 0:
             close(self.descriptor)
 

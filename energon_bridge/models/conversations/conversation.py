@@ -5,14 +5,14 @@
 `layout`, with texts around the turns, for `MultiModalTaskEncoder`, and `families.rendering`, with a chat template.
 
 A turn of a dataset is `{"role": …, "content": …}` or `{"from": …, "value": …}`; `human` and `gpt` mean `user` and
-`assistant`, and `rows.turns` knows the other forms. Its content is a text with the placeholders `<image>`, `<video>`
+`assistant`, and `turns` knows the other forms. Its content is a text with the placeholders `<image>`, `<video>`
 and `<audio>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`,
 `{"type": "audio"}`. Images, videos and sounds come in order from the sample's own fields (`images`, `image`, `imgs`;
 `videos`, `video`; `audios`, `audio`, `sounds`), from the parts, or, in a crude sample, from its own files. The sound
 track of a video stays with its video.
 
 All other keys of a turn (`tool_calls`, `reasoning_content`, `name`, …) go to the chat template as they are. Those of
-`FLAGS` in `rows.turns` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
+`FLAGS` in `turns` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
 """
 
 from __future__ import annotations

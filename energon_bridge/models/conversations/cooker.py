@@ -1,8 +1,8 @@
 """Conversations in crude datasets, cooked without a cooker of one's own.
 
-A sample has a part `json`
-(a line of a `.jsonl` file is one) with the turns, in any of the forms that `turns.py` knows, `system` and `tools`
-beside them, and its images, videos and sounds in one of these places, in the order of their placeholders:
+A sample has a part `json` (a line of a `.jsonl` file is one) with the turns, in any of the forms that `turns.py` knows,
+`system` and `tools` beside them, and its images, videos and sounds in one of these places, in the order of their
+placeholders:
 
     {"image": NAME} or {"images": [NAME, …]}   in the auxiliary store `images` of the dataset, if it has one, else
     {"video": NAME} or {"videos": [NAME, …]}   among the sample's own parts; likewise `videos`, `audios`

@@ -6,7 +6,7 @@ one token, `temporal_patch_size` frames one temporal patch. In Qwen3-VL, each te
 its time as text. Source: the image and video processors of transformers (smart_resize, get_number_of_image_patches),
 its Qwen3-VL processor (replace_video_token).
 
-Pixels have the values of the image processor, computed by the native path if it is a known one (`task_encoder.pixels`).
+Pixels have the values of the image processor, computed by the native path if it is a known one (`images.pixels`).
 Frames of videos are scaled like images: in the Pillow profile by Pillow, although the video processors of transformers,
 which need torchvision, scale by torch.
 """

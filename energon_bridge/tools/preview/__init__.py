@@ -2,5 +2,5 @@
 
 `sources` loads samples, `batches` runs the loader up to a step, `records` turns both into plain values of bounded size,
 and `terminal` and `pages` show them. Whatever the data holds, a record holds only text and small, re-encoded pictures.
-The report of a run (`integrations.report`) is one of the pages.
+The report of a run (`tools/report/`) is one of the pages.
 """

@@ -157,7 +157,8 @@ const preview = (() => {
     const x = (step) => (width * (last > first ? (step - first) / (last - first) : 0.5)).toFixed(1);
     const scaled = log ? Math.log : (value) => value;
     const y = (value) => (height * (1 - (scaled(value) - scaled(low)) / (scaled(high) - scaled(low) || 1))).toFixed(1);
-    const shown = (value) => (asPercent ? `${(100 * value).toFixed(0)} %` : String(Number(value.toPrecision(4))));
+    const short = (value) => (value && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6) ? Number(value.toPrecision(4)).toExponential().replace("+", "") : String(Number(value.toPrecision(4))));
+    const shown = (value) => (asPercent ? `${(100 * value).toFixed(0)} %` : short(value));
     const box = drawing("svg", { viewBox: `-64 -12 ${width + 76} ${height + 34}`, role: "img", "aria-label": chart, ...(id ? { id } : {}) });
     for (const value of [low, log ? Math.sqrt(low * high) : (low + high) / 2, high]) {
       box.append(drawing("line", { class: "axis", x1: 0, x2: width, y1: y(value), y2: y(value) }));

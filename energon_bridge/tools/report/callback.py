@@ -47,11 +47,13 @@ class RunReport(Callback):
         self._step = -1
         self._parts: list[Tensor] = []
         self._rate: float | None = None
+        self._at_end: list[RankSummary] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._step = trainer.global_step
         self._parts.clear()
+        self._at_end = None
         self._recorder.start(training_loader(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -59,6 +61,8 @@ class RunReport(Callback):
         loss = _validation_loss(trainer, pl_module)
         if loss is not None and math.isfinite(loss) and not trainer.sanity_checking:
             self._recorder.validation.add(trainer.global_step, loss)
+            if self._at_end is not None:  # the one after training, whose page is written
+                self._write(trainer, self._at_end, {})
         self._recorder.start(training_loader(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -77,7 +81,7 @@ class RunReport(Callback):
             loss = None
         # Lightning divides what training_step returns by the microbatches of a step.
         scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        of_batch = getattr(pl_module, "last_loss", None)  # of the training script: the mean of the microbatch's tokens
+        of_batch = getattr(pl_module, "last_mean_loss", None)  # of the training script, which returns sums
         of_batch = of_batch if of_batch is not None or loss is None else loss * scale
         recorder.microbatch(loader, batch, step if ended else step + 1, of_batch)
         if loss is not None and self.losses is None:
@@ -90,7 +94,8 @@ class RunReport(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the page, with the figures of all ranks."""
-        self._write(trainer, gathered(summary(self._recorder, training_loader(trainer))), {})
+        self._at_end = gathered(summary(self._recorder, training_loader(trainer)))
+        self._write(trainer, self._at_end, {})
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the page of a run that failed, with the figures of this rank: the others may not be there any more."""

@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.tools.preview.pages import Block, write_run
-from energon_bridge.tools.report.recorder import MOST_SLOW, Curve, RankSummary, RunRecorder
+from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, RankSummary, RunRecorder
 
 _MOST_LINES = 8
 _MOST_INTERVALS = 40
@@ -219,14 +220,15 @@ def _highest(ranks: Sequence[RankSummary]) -> list[Block]:
     if not highest:
         return []
     lines = [
-        (f"{loss:.4f}", f"{step:,}", str(rank), {"keys": keys} if keys else "–")
-        for loss, step, _, keys, rank in highest
+        (f"{loss:.4f}", f"{step:,}", str(rank), f"{above:+.4f}", {"keys": keys} if keys else "–")
+        for above, loss, step, _, keys, rank in sorted(highest, key=itemgetter(1), reverse=True)
     ]
-    table = _table(("loss", "step", "rank", "samples"), lines, right=(0, 1, 2))
+    table = _table(("loss", "step", "rank", "above usual", "samples"), lines, right=(0, 1, 2, 3))
     return [
         table,
-        "Losses of microbatches. Pages of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a "
-        "sample: energon preview DATASET --key KEY --html look.",
+        f"The microbatches whose losses lie furthest above the usual one, the median of the {USUAL} before them. Pages "
+        "of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a sample: energon preview DATASET "
+        "--key KEY --html look.",
     ]
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import heapq
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -30,6 +32,8 @@ MOST_LOOKS = 200
 """Looks at how much of each dataset was drawn; beyond them, every second one is forgotten."""
 MOST_SLOW = 20
 """Microbatches that are named as the slowest ones, and as those with the highest losses."""
+USUAL = 20
+"""A loss is high beside the median of so many before it: by itself, the first steps of a run have the highest."""
 BALANCE = ("step_before", "step", "round_before", "round")
 """What is shown of balance, as `BalancedLoader.metrics` names it; and `cost`, that of the rank itself."""
 _MOST_KEYS = 8
@@ -121,7 +125,8 @@ class RunRecorder:
         seconds, waited: Time spent training, and that spent waiting for data.
         slowest: The slowest microbatches: seconds, whether these are what it took to make it (else: to wait for it),
             the step, its number since this process began, its keys, and the rank that ran it; as a heap.
-        highest: The microbatches with the highest losses: the loss, the step, its number, its keys and the rank.
+        highest: The microbatches with the highest losses for their time: how far the loss lies above the median of the
+            `USUAL` before it, the loss, the step, its number, its keys and the rank.
         validation, rate: Curves of the losses of validations, and of the learning rate.
     """
 
@@ -133,7 +138,8 @@ class RunRecorder:
         self.not_finite = 0
         self.seconds = self.waited = 0.0
         self.slowest: list[tuple[float, bool, int, int, list[str], int]] = []
-        self.highest: list[tuple[float, int, int, list[str], int]] = []
+        self.highest: list[tuple[float, float, int, int, list[str], int]] = []
+        self._before: deque[float] = deque(maxlen=USUAL)
         self._microbatches = self._rank = 0
         self._of_other = (0.0, 0.0)  # seconds and waiting that a restored state of another rank had
         self._pending: list[tuple[int, Tensor]] = []
@@ -227,8 +233,12 @@ class RunRecorder:
         pending, self._pending_batches = self._pending_batches, []
         if pending:
             values = torch.stack([loss.float() for loss, *_ in pending]).tolist()
-            new = [(value, *entry[1:], self._rank) for value, entry in zip(values, pending, strict=True)]
-            self.highest = heapq.nlargest(MOST_SLOW, [*self.highest, *(one for one in new if math.isfinite(one[0]))])
+            for value, entry in zip(values, pending, strict=True):
+                if math.isfinite(value):
+                    above = value - statistics.median(self._before or [value])
+                    self.highest.append((above, value, *entry[1:], self._rank))
+                    self._before.append(value)
+            self.highest = heapq.nlargest(MOST_SLOW, self.highest)
 
     def flush(self) -> None:
         """Read the losses that are still on the device."""
@@ -244,7 +254,7 @@ class RunRecorder:
         self.flush()
         curves: dict[str, Any] = {"loss": self.loss.plain(), "waiting": self.waiting.plain()}
         curves |= {"validation": self.validation.plain(), "rate": self.rate.plain(), "rank": self._rank}
-        curves["highest"] = [list(entry) for entry in self.highest]
+        curves["high"] = [list(entry) for entry in self.highest]
         curves["balance"] = {name: curve.plain() for name, curve in self.balance.items()}
         figures = {"not_finite": self.not_finite, "seconds": self.seconds, "waited": self.waited}
         draws = {"every": self.draws.every, "looks": [[step, dict(draws)] for step, draws in self.draws.looks]}
@@ -259,7 +269,8 @@ class RunRecorder:
         self.validation, self.rate = (Curve(*state.get(name, (1, ()))[::-1]) for name in ("validation", "rate"))
         self._rank = state.get("rank", 0)
         self.highest = [
-            (value, step, number, list(keys), rank) for value, step, number, keys, rank in state.get("highest", ())
+            (above, value, step, number, list(keys), rank)
+            for above, value, step, number, keys, rank in state.get("high", ())
         ]
         self.slowest = [
             (took, made, step, number, list(keys), *(rank or [0]))
@@ -310,7 +321,7 @@ class RankSummary:
     failures: tuple[tuple[str, str, str, int], ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     slowest: tuple[tuple[float, bool, int, int, list[str], int], ...] = ()
-    highest: tuple[tuple[float, int, int, list[str], int], ...] = ()
+    highest: tuple[tuple[float, float, int, int, list[str], int], ...] = ()
     draws: tuple[tuple[int, dict[str, int]], ...] = ()
     cost: float | None = None
 

@@ -2,7 +2,7 @@
 
 Every data-parallel rank loads its own microbatches as without balance: order, state, ranks and workers are not
 affected. Before a global batch is trained on, the ranks gather the costs of its microbatches, each computes the same
-assignment (`plan.balance`), and microbatches that move are sent from the rank that loaded them to the one that runs
+assignment (`assignment`), and microbatches that move are sent from the rank that loaded them to the one that runs
 them. The set of microbatches of a global batch never changes.
 
 The training thread loads the next global batch, two microbatches for each one that it delivers, so that user code and
@@ -12,7 +12,7 @@ If costs are known before anything is loaded (`ColumnCost`), each rank loads onl
 is exchanged.
 
 In a *window* of K global batches, the microbatches of all of them are loaded and exchanged together, cut into K new
-global batches (`plan.balance.divide`). A state within a window has the lanes as they were at its beginning, the
+global batches (`assignment.divide`). A state within a window has the lanes as they were at its beginning, the
 number of microbatches delivered, and K in its settings; a resume loads the window again.
 """
 

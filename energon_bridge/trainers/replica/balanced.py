@@ -1,6 +1,6 @@
 """The base class of loaders that divide the microbatches of each global batch among ranks by cost.
 
-With `OwnShareLoader` the ranks know the costs before anything is loaded (`loader.shares`), and each loads only what it
+With `OwnShareLoader` the ranks know the costs before anything is loaded (`shares`), and each loads only what it
 runs. The other loader exchanges loaded microbatches (`balance`).
 
 States exist after whole global batches only: in the middle of one, the microbatches delivered by the ranks are not a

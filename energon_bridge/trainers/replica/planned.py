@@ -1,8 +1,9 @@
 """Plans lanes on integers: which samples their next microbatches have and what they cost, before anything is read.
 
 A lane makes microbatches from draws, or from packs if the encoder packs. If every draw gives one sample and columns
-have its size, both follow from integers: `PlannedLane` chooses draws (`plan.choose`) and fills packs (`pack_buffer`)
-as a `Lane` does, and reaches the same states. `make_planned` then loads one such microbatch, on any rank.
+have its size, both follow from integers: `PlannedLane` chooses draws (`core/order/choose.py`) and fills packs
+(`core/stream/pack_buffer.py`) as a `Lane` does, and reaches the same states. `make_planned` then loads one such
+microbatch, on any rank.
 
 A plan is never changed: a sample that fails, or that a hook skips, is counted and left out of its microbatch.
 """

@@ -1,13 +1,13 @@
 """Own shares: every rank computes the costs of all microbatches of a global batch, and loads only those it will run.
 
-Costs and sizes of samples come from columns (`ColumnCost`), so all lanes can be planned on integers (`stream.planned`):
-each process does so by itself, all reach the same plan (`plan.balance`), and no communication is needed. A *unit* is
+Costs and sizes of samples come from columns (`ColumnCost`), so all lanes can be planned on integers (`planned`):
+each process does so by itself, all reach the same plan (`assignment`), and no communication is needed. A *unit* is
 the number of a microbatch among those of its rank; worker `unit mod W` makes it.
 
 Costs are integers, multiples of 2^-30 of the most costly sample, because sums of floats depend on the processor.
 
 In a *window* of K global batches, the microbatches are sorted by cost and cut into K new global batches
-(`plan.balance.divide`). The positions of the lanes are known at the beginning of a window; a state within a window
+(`assignment.divide`). The positions of the lanes are known at the beginning of a window; a state within a window
 has the lanes as they were at its beginning, and the number of microbatches delivered since.
 """
 

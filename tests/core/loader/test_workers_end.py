@@ -227,6 +227,32 @@ def test_workers_go_with_the_training_process(training: subprocess.Popen[str], h
     assert wait_until(lambda: not left_shared_memory(before))  # other tests of this machine come and go
 
 
+PROGRAM = """
+import sys
+from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
+
+if __name__ == "__main__":
+    config = WorkerConfig(num_workers=int(sys.argv[2]), num_lanes=2, start_method=sys.argv[3])
+    dataset = get_train_dataset(sys.argv[1], batch_size=2, worker_config=config)
+    first, second = get_savable_loader(dataset), get_savable_loader(dataset)
+    batches = [next(iter(first)), next(iter(second))]
+    if sys.argv[4] == "closed":
+        first.close()
+        second.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["closed", "open"])
+@pytest.mark.parametrize(("workers", "method"), [(0, "fork"), (2, "fork"), (1, "spawn")])
+def test_a_program_that_ends_with_its_loaders_says_nothing(
+    data: Path, tmp_path: Path, workers: int, method: str, end: str
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py"), str(data), str(workers), method, end]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
