@@ -45,8 +45,11 @@ def _unpack(file: BinaryIO, at: int, form: str) -> tuple[int, ...]:
 
 
 def _is_unknown(length: int) -> bool:
-    """Whether 32 bits of a length stand for "until the end": 0, or nearly as large as signed or unsigned ones get."""
-    return length == 0 or 0x7FFFF000 <= length <= 0x80000000 or length >= 0xFFFFF000
+    """Whether 32 bits of a length stand for "until the end": 0, or nearly as large as signed or unsigned ones get.
+
+    sox writes 0x7F000000 samples' bytes into an AIFF, and into a WAV 0x7FFFF000 rounded down to whole samples.
+    """
+    return length == 0 or 0x7F000000 <= length <= 0x80000000 or length >= 0xFFFFF000
 
 
 def _end_of_wave(file: BinaryIO, size: int) -> int | None:
@@ -60,7 +63,8 @@ def _end_of_wave(file: BinaryIO, size: int) -> int | None:
             (large,) = _unpack(file, at + 16, "<Q")
         if name == b"data":
             length = large if large and length == 0xFFFFFFFF else 0 if _is_unknown(length) else length
-            return at + 8 + length if length else None
+            # Some programs write the size of the file here, with or without its own eight bytes.
+            return at + 8 + length if length not in (0, size, size - 8) else None
         at += 8 + length + length % 2
     return None
 
@@ -102,19 +106,27 @@ def _end_of_au(file: BinaryIO, size: int) -> int | None:
 
 def _end_of_avi(file: BinaryIO, size: int) -> int | None:
     (length,) = _unpack(file, 4, "<I")
-    return None if _is_unknown(length) else 8 + length
+    return None if _is_unknown(length) else length  # some programs count these eight bytes, too
+
+
+_LAST_BOXES = (b"moov", b"moof", b"mdat", b"mfra")
+"""Boxes of MP4 that lie at the end of files: the index, samples, and what finds fragments."""
 
 
 def _end_of_boxes(file: BinaryIO, size: int) -> int | None:
     at = 0
     while at + 8 <= size:
-        (length,) = _unpack(file, at, ">I")
+        length, name = struct.unpack(">I4s", _read(file, at, 8))
         if length == 1:
             (length,) = _unpack(file, at + 8, ">Q")
         if length < 8:  # 0: up to the end
             return None
+        if at + length > size and name not in _LAST_BOXES:  # cameras and editors append data of their own
+            return None
         at += length
-    return at if at >= size else at + 8
+    rest = _read(file, at, 8) if at < size else b""
+    is_header = len(rest) > 4 and any(name.startswith(rest[4:]) for name in _LAST_BOXES)  # the cut goes through it
+    return at + 8 if is_header else at
 
 
 def _end_of_matroska(file: BinaryIO, size: int) -> int | None:
@@ -149,7 +161,7 @@ def _end_of_mp3(file: BinaryIO, size: int) -> int | None:
     if at < 0 or len(head) < at + 16:
         return None
     flags, _, length = struct.unpack_from(">III", head, at + 4)
-    return begin + length if flags & 3 == 3 and length else None
+    return length if flags & 3 == 3 and length else None  # some programs count the tag before it, too
 
 
 def size_of_id3(file: BinaryIO) -> int:

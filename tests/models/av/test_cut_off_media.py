@@ -121,6 +121,32 @@ def test_a_wav_of_unknown_length_goes_to_the_end_of_its_file(length: int, files:
     assert sound_of(bytes(data), rate=48000).length == SECONDS * 48000
 
 
+@pytest.mark.parametrize(
+    "tail", [b"\n", b"12345", b"a trailer of a camera, in no box", bytes(7), bytes.fromhex("7fffffff") * 9]
+)
+def test_bytes_behind_an_mp4_are_no_cut(tail: bytes, files: dict[str, bytes]) -> None:
+    """As cameras and editors append them; ffmpeg passes over them, too."""
+    for name in ("a.m4a", "fast.m4a", "fragments.m4a"):
+        for way in WAYS.values():
+            assert way(AVDecoder(files[name] + tail)) == pytest.approx(SECONDS, abs=0.07)
+
+
+def test_sizes_as_other_programs_write_them_are_no_cut(files: dict[str, bytes]) -> None:
+    """The size of the whole file in a WAV, AVI or MP3 with a tag; of a pipe, down to whole samples of 24 bits (sox)."""
+    wave, movie, song = bytearray(files["a.wav"]), bytearray(files["a.avi"]), bytearray(files["a.mp3"])
+    at = wave.index(b"data") + 4
+    made = []
+    for size in (len(wave), len(wave) - 8, 0x7FFFEFFE):
+        struct.pack_into("<I", wave, at, size)
+        made.append(bytes(wave))
+    struct.pack_into("<I", movie, 4, len(movie))
+    assert song[:3] == b"ID3"
+    struct.pack_into(">I", song, max(song.find(b"Xing"), song.find(b"Info")) + 12, len(song))
+    for data in (*made, bytes(movie), bytes(song)):
+        for way in WAYS.values():
+            assert way(AVDecoder(data)) == pytest.approx(SECONDS, abs=0.07)
+
+
 def test_other_unknown_lengths_go_to_the_end_too(files: dict[str, bytes]) -> None:
     au, caf = bytearray(files["a.au"]), bytearray(files["a.caf"])
     struct.pack_into(">I", au, 8, 0xFFFFFFFF)
