@@ -1,1 +1,6 @@
-"""What `python -m energon_bridge.training` runs: configuration, presets, the Lightning module, the run."""
+"""What `python -m energon_bridge.training` runs.
+
+`config` has its settings and `config_file` reads them, `presets` makes tiny models, `encoder` chooses the task encoder
+of a model, `module` is the Lightning module, `callbacks` are its callbacks, and `run` the run. `megatron/` is the
+trainer with megatron-core. `assemble`, `digits` and `llava_data` are commands that make models and data.
+"""

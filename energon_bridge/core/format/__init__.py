@@ -1,5 +1,8 @@
-"""The formats on disk: tar members, `.tar.idx`, the files of `.nv-meta`, the field map, JSONL files, join indexes.
+"""The formats on disk. Training reads by index and never walks a tar.
 
-Training reads by index and never walks a tar. The formats are those of Megatron Energon 7.4, so both packages can share
-a dataset.
+`dataset` opens a prepared folder (`nvmeta` has its files, `dataset_config` what its `dataset.yaml` says, `field_map`
+which part is which field); `tar` and `tar_index` have shards, `jsonl` lines, `foreign` what other products read as
+datasets. `key_index` finds samples by key, `join` pairs those of several datasets. `checksums` and `marks` tell whether
+content has changed, `media` knows kinds of files by name and first bytes, `documents` reads YAML and JSON with places
+for errors. The formats are those of Megatron Energon 7.4, so both packages can share a dataset.
 """

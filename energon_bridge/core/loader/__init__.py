@@ -1,4 +1,8 @@
 """Delivery: workers, prefetch, the delivered state, save and restore.
 
+`savable` is the loader; `run_plan` checks a run and cuts it into lanes, `position` is what has been delivered,
+`document` that as JSON, and `fits` says whether a state fits a run. `pool` watches and replaces workers (`processes`
+starts them, `workers` runs in them, `transport` hands batches over), `bans` withdraws samples, `metrics` counts.
+
 Nothing is imported here, so that the modules that only read states (`document`, `summary`) need no torch.
 """

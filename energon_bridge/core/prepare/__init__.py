@@ -1,4 +1,8 @@
-"""Building prepared datasets: the functions behind `energon prepare`. The names are those of `__init__.pyi`."""
+"""Building prepared datasets: the functions behind `energon prepare`.
+
+`run` indexes shards and writes `.nv-meta`, `split` says which shard is in which part, `staging` moves files into place
+so that a kill leaves nothing half done. The names are those of `__init__.pyi`.
+"""
 
 from __future__ import annotations
 
