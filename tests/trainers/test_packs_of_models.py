@@ -141,6 +141,8 @@ def test_what_cannot_be_copied_is_refused_by_the_lengths_it_names(caplog: pytest
 
     plain = Custom({"sliding_window": 4096, "rope_parameters": {"original_max_position_embeddings": 512}})
     assert pack_limits(plain, lambda one: one) == PackLimits()
+    heard = Custom({"audio_config": {"bias_max_distance": 1000}, "vision_config": {"window_size": 112}})
+    assert pack_limits(heard, lambda one: one) == PackLimits()
     sparse = Custom({"sliding_window": 64, "sparse": {"block_size": 128}, "floor_scale": 8192})
     assert pack_limits(sparse, lambda one: one) == PackLimits(row=128, row_by="block_size=128")
     assert "no small copy of Custom can be made" in caplog.text

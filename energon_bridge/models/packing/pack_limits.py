@@ -27,6 +27,8 @@ _LENGTHS = re.compile(
     r"index_topk|index_top_k|local|extent|bucket|distance|segment|compress|span|stride|period|num_hashes"
 )
 """Names of lengths: of windows, chunks, blocks, scales of positions, and how many tokens are chosen."""
+_MEDIA = re.compile(r"(vision|visual|image|audio|speech|video)\w*_config$")
+"""Parts of a configuration whose lengths are not those of text."""
 _MOST = ("max_position_embeddings", "n_positions", "max_seq_len")
 _NO_LENGTHS = re.compile(
     r"chunk_size_feed_forward|experts|layer|groups?$|type|vocab|size_per|init|num_.*blocks?$|bias_scale"
@@ -136,6 +138,8 @@ def _is_length(name: str) -> bool:
 def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
     if isinstance(value, Mapping):
         for key, entry in value.items():
+            if _MEDIA.search(str(key)):
+                continue
             # a table by kind of layer ({"sparse": 128}) has the name of the whole
             yield from _integers(entry, name if _is_length(name) else str(key))
     elif isinstance(value, list | tuple):
