@@ -330,7 +330,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         if buffer is not None and self.config.dp_rank == 0 and self._position.plan.packs_by_epoch:
             shortest, leaf = min(epochs_by_leaf(self.spec), key=lambda each: each[0])
             if lanes > 1 and IN_BUFFERS * lanes * buffer > shortest:
-                _say_small(leaf.dataset.path, int(shortest), lanes, self._position.plan.streams, buffer)
+                streams, mixed = self._position.plan.streams, len(self.spec.ordered) > 1
+                _say_small(leaf.dataset.path, int(shortest), lanes, streams, buffer, mixed)
         busy = len(self._position.own_lanes)
         if workers > busy:
             shared = counted(lanes, "lane"), counted(ranks, "rank")
@@ -669,11 +670,13 @@ def _say_repeated(small: tuple[str, ...]) -> None:
 
 
 @cache
-def _say_small(path: str, draws: int, lanes: int, buffers: int, size: int) -> None:
+def _say_small(path: str, draws: int, lanes: int, buffers: int, size: int, mixed: bool) -> None:
     """Warn once of buffers that together hold much of an epoch of a dataset, `draws` samples of the run."""
     consequence = (
         f"So the lanes share {counted(buffers, 'buffer')}, and a process encodes all samples of its lanes' buffers: "
         f"with more than {counted(buffers, 'process', 'processes')}, some do the same work"
+        + "; samples of later epochs still come early"
+        * (mixed and IN_BUFFERS * buffers * size > draws)
         if buffers < lanes
         else "Packs are filled from small parts of an epoch, and in a mix samples of later epochs come early"
     )

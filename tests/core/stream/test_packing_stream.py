@@ -327,3 +327,19 @@ def test_buffers_of_more_than_an_eighth_of_an_epoch_are_named(
     said = f"{data} is small for packing: 24 lanes with packing_buffer_size={buffer} are more than an eighth of its"
     found = [message for message in caplog.messages if "packing_buffer_size" in message]
     assert [message.startswith(said) and "num_lanes" in message for message in found] == [True] * named
+
+
+@pytest.mark.parametrize(("samples", "early"), [(40, True), (1000, False)])
+def test_a_small_dataset_of_a_mix_whose_later_epochs_come_early_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, samples: int, early: bool
+) -> None:
+    small = text_dataset(tmp_path / "small", train=[samples], val=[1])
+    large = text_dataset(tmp_path / "large", train=[1100], val=[1])
+    mix = tmp_path / "mix.yaml"
+    parts = "".join(f"      - {{weight: 1, path: {path}}}\n" for path in (small, large))
+    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+    mix.write_text(head + parts)
+    get_savable_loader(train_dataset(mix, task_encoder=Pairs(), packing_buffer_size=12))
+    (said,) = [message for message in caplog.messages if "is small for packing" in message]
+    assert ("share 6 buffers" in said) == early
+    assert ("samples of later epochs still come early" in said) == early
