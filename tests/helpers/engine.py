@@ -269,6 +269,8 @@ class InProcessPool:
 
     restarts = ready = 0
 
+    has_workers = False
+
     def __init__(self, loader: InProcessLoader) -> None:
         self._loader = weakref.ref(loader)
         self._number = loader.config.num_workers

@@ -535,8 +535,9 @@ _LEAST_SHARE = 64
 """Samples of an epoch in a packing buffer's share, at least: with fewer, buffers would leave it far apart."""
 IN_BUFFERS = 8
 """A mix has at most an eighth of an epoch of each dataset in all buffers, if few enough lanes share each."""
-_SHARERS_IN_MIXES = 4
-"""Lanes that share a buffer in a mix, at most: each process of theirs encodes all of it."""
+_SHARED_IN_MIXES = 768
+"""Lanes times those that share a buffer in a mix, at most: each process of theirs encodes all of it, and many lanes are
+for many processes. 48 lanes share by 16 at most, 192 by 4."""
 
 
 def epochs_by_leaf(data: DatasetSpec) -> list[tuple[Fraction, OpenLeaf]]:
@@ -555,7 +556,7 @@ def packing_buffers(data: DatasetSpec, lanes: int) -> int:
     """Return the packing buffers of an endless run: as many as lanes, or the largest divisor of it that is few enough.
 
     A run of one dataset has a buffer for each full one in an epoch, since buffers end with epochs, and for 64 samples.
-    In a mix, all buffers together have at most an eighth of an epoch of each dataset, unless more than four lanes would
+    In a mix, all buffers together have at most an eighth of an epoch of each dataset, unless too many lanes would
     have to share one; a mix that is eight times as large as all buffers of its lanes keeps these: sharing costs work.
     """
     size = data.settings.packing_buffer_size or 1
@@ -565,7 +566,11 @@ def packing_buffers(data: DatasetSpec, lanes: int) -> int:
     share = max(size, _LEAST_SHARE) if alone else IN_BUFFERS * size
     most = int(min(epoch for epoch, _ in epochs_by_leaf(data)) / share)
     divisors = [divisor for divisor in range(1, lanes + 1) if lanes % divisor == 0]
-    least = 1 if len(data.ordered) == 1 else min(one for one in divisors if one * _SHARERS_IN_MIXES >= lanes)
+    least = (
+        1
+        if len(data.ordered) == 1
+        else min(one for one in divisors if one * max(1, _SHARED_IN_MIXES // lanes) >= lanes)
+    )
     return max(least, *(divisor for divisor in divisors if divisor <= max(1, most)))
 
 
