@@ -81,3 +81,24 @@ def test_every_sample_comes_once_an_epoch(folder: Path, samples: int, buffer: in
         taken += len(next(packs))
         alone += 1
     assert number <= 1.05 * alone, "packs are as full as those of one lane"
+
+
+@pytest.mark.parametrize("samples", [100, 500])
+def test_a_small_dataset_of_a_mix_comes_once_an_epoch(folder: Path, tmp_path: Path, samples: int) -> None:
+    parts = "".join(
+        f"      - {{weight: {weight}, path: {folder / str(n)}}}\n" for n, weight in ((samples, 1), (2000, 4))
+    )
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{parts}")
+    drawn: list[Any] = []
+    packs = packs_of(mix, 16, None)
+    while len(drawn) < 5 * 3.2 * samples:
+        pack = next(packs)
+        assert len(set(pack)) == len(pack), "no pack has a sample twice"
+        drawn += pack
+    by_leaf = Counter(leaf for leaf, _ in drawn)
+    small = [key for key in drawn if key[0] == min(by_leaf, key=by_leaf.__getitem__)]
+    assert len(set(small[:samples])) >= 0.95 * samples
+    times = Counter(small[: 3 * samples])
+    assert len(times) == samples
+    assert set(times.values()) <= {2, 3, 4}
