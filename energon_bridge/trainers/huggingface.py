@@ -166,6 +166,10 @@ class EnergonTrainer(Trainer):
         losses of routers to each microbatch in full. Its own mean over a microbatch is weighted instead.
         """
         labels = inputs.get("shift_labels", inputs.get("labels"))
+        shift = getattr(self.accelerator.unwrap_model(model), "prepare_decoder_input_ids_from_labels", None)
+        if self.label_smoother is not None and shift is not None and "labels" in inputs:
+            # The smoother takes the labels out of the inputs, of which an encoder-decoder makes those of its decoder.
+            inputs.setdefault("decoder_input_ids", shift(labels=inputs["labels"]))
         if not self._averages or self.compute_loss_func is not None or labels is None or num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         count = self._counted(labels, shifted="shift_labels" in inputs).sum()

@@ -41,12 +41,21 @@ TEXT = {
 HEARING = {"d_model": 32, "encoder_layers": 1, "encoder_ffn_dim": 32, "encoder_attention_heads": 2, "num_mel_bins": 8}
 GRANITE = {"hidden_dim": 32, "num_layers": 1, "num_heads": 2, "dim_head": 16, "input_dim": 8, "output_dim": 8}
 QUERIES = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1}
+STARTS = {"decoder_start_token_id": 2, "dropout": 0.0, "dropout_rate": 0.0}
 data = made_once(create_captioning_test_dataset, num_train=40, num_val=4)
 
 
 def config_of(name: str) -> Any:
     if name == "Llama":
         return transformers.LlamaConfig(**TEXT)
+    if name == "T5":
+        return transformers.T5Config(vocab_size=64, d_model=32, d_ff=64, d_kv=16, num_layers=2, num_heads=2, **STARTS)
+    if name == "Bart":
+        sizes = dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads"), 2)
+        wide = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_attention_heads": 2}
+        return transformers.BartConfig(
+            vocab_size=64, d_model=32, pad_token_id=0, eos_token_id=2, **sizes, **wide, **STARTS
+        )
     if name == "Mixtral":
         return transformers.MixtralConfig(
             **TEXT, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=OF_ROUTERS
@@ -68,6 +77,8 @@ def model_of(name: str) -> Any:
     made = {
         "Llama": "LlamaForCausalLM",
         "Mixtral": "MixtralForCausalLM",
+        "T5": "T5ForConditionalGeneration",
+        "Bart": "BartForConditionalGeneration",
         "GraniteSpeech": "GraniteSpeechForConditionalGeneration",
         "Qwen2Audio": "Qwen2AudioForConditionalGeneration",
     }
@@ -138,6 +149,22 @@ def test_a_step_has_the_mean_over_its_learned_tokens(name: str, smoothing: float
     for microbatches in (1, 4):
         found = first_step(name, data, tmp_path, microbatches, arguments={"label_smoothing_factor": smoothing})
         assert found == pytest.approx(expected_step(name, data, microbatches, smoothing), rel=1e-5), microbatches
+
+
+@pytest.mark.parametrize("smoothing", [0.0, SMOOTHING])
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_a_decoder_beside_an_encoder_gets_the_labels_before(
+    name: str, smoothing: float, data: Path, tmp_path: Path
+) -> None:
+    model, batch = model_of(name).train(), next(iter(get_loader(dataset_of(data, ROWS))))
+    inputs = model_inputs(batch)
+    labels = inputs.pop("labels")
+    start = torch.full((ROWS, 1), STARTS["decoder_start_token_id"])
+    before = torch.cat((start, labels[:, :-1]), 1)
+    scores = model(**inputs, decoder_input_ids=before.where(before >= 0, 0)).logits.transpose(1, 2)
+    expected = cross_entropy(scores, labels, label_smoothing=smoothing)
+    found = first_step(name, data, tmp_path, 1, arguments={"label_smoothing_factor": smoothing})
+    assert found[0] == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2Audio", "Mixtral"])
