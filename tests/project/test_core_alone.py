@@ -27,7 +27,7 @@ runpy.run_path({str(HELPERS / "core_alone.py")!r}, run_name="__main__")
 import energon_bridge.core
 print(energon_bridge.core.__file__)
 """
-    ended = run_afresh(code, tmp_path, arguments=[str(tmp_path)])
+    ended = run_afresh(code, tmp_path, "megatron", arguments=[str(tmp_path)])  # whose groups the trainers know
     assert ended.returncode == 0, ended.stderr
     loaded, place = ended.stdout.splitlines()
     assert Path(place) == folder / PACKAGE / "core" / "__init__.py"

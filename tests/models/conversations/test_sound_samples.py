@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import wave
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,8 +175,12 @@ def test_what_is_no_sound_is_refused(value: Any, complaint: str) -> None:
 
 def test_a_file_that_is_cut_off_is_refused_with_both_lengths(files: dict[str, bytes]) -> None:
     data = files["a.mp3"]
-    with pytest.raises(DecodeError, match=f"is cut off: it has {len(data) // 2} of {len(data)} bytes. Copy it again"):
+    with pytest.raises(
+        DecodeError, match=rf"is cut off: it has {len(data) // 2} of \d+ bytes. Copy it again"
+    ) as caught:
         sound_of(data[: len(data) // 2], rate=16000)
+    told = int(re.findall(r"of (\d+) bytes", str(caught.value))[0])
+    assert len(data) - 50 < told <= len(data)  # with or without the tag, which some programs count
     sound = sound_of(files["a.flac"][: len(files["a.flac"]) // 2], rate=16000)
     with pytest.raises(DecodeError, match="cannot be decoded"):
         sound.get()

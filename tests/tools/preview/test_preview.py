@@ -31,6 +31,7 @@ from PIL import Image
 from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.registry import load
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.tools.preview.batches import delivered, shown
 from energon_bridge.tools.preview.pages import histogram, write_pages
@@ -613,6 +614,7 @@ def test_pages_are_served_to_this_machine_only(captions: Path) -> None:
 
 def test_a_configuration_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "energon_bridge.training.run", None)
+    load.cache_clear()  # it may have been imported before
     assert "pip install 'energon-bridge[lightning,hf]'" in energon("preview", "--config", CONFIG).output
 
 
