@@ -314,6 +314,8 @@ def test_places_in_other_spellings_are_places(tmp_path: Path, media: Path, bundl
         ("<ImageHere> color?", "the text has 1 image places"),
         ("<image 1><img> color?", "give each a place, numbered"),
         ("<my_image><my_image> color?", r"'<my_image>', which looks like a place"),
+        ("![](red.png) ![](blue.png) color?", r"'!\[\]\(red.png\)', which looks like a place"),
+        ('<img src="red.png"> color?', "which looks like a place"),
         ("Picture 1: <img>red.png</img> color?", "would be seen as text"),
         ("<image><image 2> color?", "the text has 1 image placeholders '<image>' but the sample has 2"),
     ],

@@ -34,7 +34,7 @@ _SPELLED = re.compile(
 )
 _LIKE_PLACES = re.compile(
     r"<(?!/)\|?[^<>\n=]{0,24}(?:image|img|picture|photo|video|audio|sound|speech|visual|vision|frame|media|placeholder|clip)"
-    r"[^<>\n=]{0,24}\|?>",
+    r"[^<>\n=]{0,24}\|?>|<img\s[^<>\n]{0,200}>|!\[[^\]\n]{0,200}\]\([^)\n]{0,200}\)",
     re.IGNORECASE,
 )
 _ALSO_TEXT = re.compile(r"\n?(?:\[|\{|<(?:img|picture|pic|photo|sound|speech|vid)>)", re.IGNORECASE)
