@@ -118,7 +118,8 @@ def _route_to(scheme: str, place: str) -> Route:
     if not url or urllib.request.proxy_bypass(host):
         return Route(address=place)
     proxy = urlsplit(url if "://" in url else f"http://{url}")
-    address, headers = f"{proxy.hostname}:{proxy.port or 80}", {}
+    address = f"{proxy.hostname}:{proxy.port or 80}"
+    headers = {}
     if proxy.username:
         secret = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
         headers = {"Proxy-Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
@@ -228,7 +229,9 @@ def get(
     sock: socket.socket = connection.sock
     sock.sendall(head + b"\r\n\r\n")
     buffer = bytearray(_MOST_HEAD_BYTES)
-    view, got, end = memoryview(buffer), 0, -1
+    view = memoryview(buffer)
+    got = 0
+    end = -1
     while end < 0 and got < len(buffer):
         count = _received(sock, view[got:])
         if not count:
@@ -255,7 +258,8 @@ def _usual(sock: socket.socket, head: bytes, rest: memoryview) -> Answer | None:
     headers = Headers()
     for line in lines:
         name, colon, value = line.decode("latin-1").partition(":")
-        name, value = name.lower(), value.strip()
+        name = name.lower()
+        value = value.strip()
         if not colon or name[:1] in " \t" or (name in headers and name in _ONCE):
             return None
         headers[name] = f"{headers[name]}, {value}" if name in headers else value

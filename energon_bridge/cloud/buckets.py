@@ -126,7 +126,8 @@ class S3Bucket(Bucket):
         if refused.status not in (301, 307, 400) or not region or region == self._region:
             return False
         with self._lock:
-            self._region, self._client = region, None
+            self._region = region
+            self._client = None
             self._signed.clear()
         return True
 
@@ -207,7 +208,8 @@ class GcsBucket(Bucket):
         return Target(f"{self._host}/download/storage/v1/b/{self._bucket}/o/{name}?alt=media", self._headers)
 
     def _renew(self) -> None:
-        client, left = self._gcs(), float(_USED_SECONDS)
+        client = self._gcs()
+        left = float(_USED_SECONDS)
         credentials = client._credentials  # there is no public name for them
         if not isinstance(credentials, importlib.import_module("google.auth.credentials").AnonymousCredentials):
             credentials.refresh(importlib.import_module("google.auth.transport.requests").Request())
@@ -277,7 +279,8 @@ class AzureBucket(Bucket):
         return Target(f"{base}/{quote(key)}{query}", headers)
 
     def _renew(self) -> None:
-        client, left = self._container_client(), float(_USED_SECONDS)
+        client = self._container_client()
+        left = float(_USED_SECONDS)
         base, _, signature = client.url.partition("?")
         headers: dict[str, str] = {}
         if self._credential is not None:
@@ -341,7 +344,9 @@ class AzureBucket(Bucket):
                     **options,
                 )
                 self._credential = credential if hasattr(credential, "get_token") else None
-            self._client, self._made, self._until = client, time.monotonic(), 0.0
+            self._client = client
+            self._made = time.monotonic()
+            self._until = 0.0
         return self._client
 
     def _connected(self, library: Any, options: dict[str, Any]) -> Any:

@@ -123,7 +123,8 @@ class FileStoreCachePool(CachePool):
     def close(self) -> None:
         """Delete this process's files; later requests are cached again."""
         files = self._files if self._pid == os.getpid() else None
-        self._files, self._pid = None, -1
+        self._files = None
+        self._pid = -1
         if files is not None:
             files.close()
             files.join()
@@ -401,7 +402,9 @@ class KeptFiles:
             self._let_go()
             if path is None:
                 return False
-            entry.path, entry.size, entry.state = path, len(data), _State.KEPT
+            entry.path = path
+            entry.size = len(data)
+            entry.state = _State.KEPT
             if not entry.references:  # nobody waits for it any more
                 self._delete(entry)
             return entry.state is _State.KEPT

@@ -42,12 +42,15 @@ _GIVE_UP_SECONDS = 180.0
 _MOST_TRIES = 20
 _UNREACHED_TRIES = 4
 """Attempts to reach a server that this process has never reached: its name is probably wrong."""
-_PAUSE, _MOST_PAUSE, _MOST_RETRY_AFTER = 0.1, 8.0, 30.0
+_PAUSE = 0.1
+_MOST_PAUSE = 8.0
+_MOST_RETRY_AFTER = 30.0
 _MOST_IN_FLIGHT, _BYTES_IN_FLIGHT = 128, 128 << 20
 """Requests of a process that are under way, and bytes asked for, at most."""
 _HEDGE_SECONDS, _HEDGE_TIMES = 0.3, 4.0
 """A hedge starts after this many seconds, or after this multiple of the usual duration, whichever is later."""
-_HEDGES, _HEDGED_SHARE = 16, 0.05
+_HEDGES = 16
+_HEDGED_SHARE = 0.05
 _RIVALS = 3
 _EXPIRED_SECONDS = 15.0
 """How long a process that has read before waits for new credentials if they are renewed late."""
@@ -86,7 +89,8 @@ class Refused(Exception):  # noqa: N818 - a response, which the store turns into
     """A response that a retry would not change."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: str, reason: str) -> None:
-        code, message = _CODE.search(body), _MESSAGE.search(body)
+        code = _CODE.search(body)
+        message = _MESSAGE.search(body)
         self.status = status
         self.headers = {name.lower(): value for name, value in headers.items()}
         self.code = code[1] if code else self.headers.get("x-ms-error-code", "")
@@ -227,7 +231,8 @@ class Client:
         Raises:
             Refused, TooShort, WholeFile, GaveUp: The first piece that fails; also what an origin raises.
         """
-        began, fetch = time.monotonic(), _Fetch(pieces, stalls.seconds)
+        began = time.monotonic()
+        fetch = _Fetch(pieces, stalls.seconds)
         paused: list[_Call] = []
         try:
             while fetch.left:
@@ -277,8 +282,10 @@ class Client:
         """Do so under the lock; a fetch of which nothing is under way always gets its next piece."""
         if not fetch.waiting or (fetch.running and self._is_full()):
             return None
-        call, now = fetch.waiting.popleft(), time.monotonic()
-        self._in_flight, self._bytes = self._in_flight + 1, self._bytes + call.piece.length
+        call = fetch.waiting.popleft()
+        now = time.monotonic()
+        self._in_flight += 1
+        self._bytes += call.piece.length
         fetch.running.add(call)
         call.since = call.since or now
         call.patience = max(_HEDGE_SECONDS, _HEDGE_TIMES * self._typical)
@@ -299,7 +306,8 @@ class Client:
         def job() -> None:
             following: _Attempt | None = attempt
             while following is not None:
-                began, made = time.monotonic(), following
+                began = time.monotonic()
+                made = following
                 try:
                     self._get(made, fetch.silence)
                 except BaseException as error:
@@ -316,10 +324,12 @@ class Client:
 
     def _finished(self, attempt: _Attempt, seconds: float) -> _Attempt | None:
         """Take what an attempt brought; return the next one of the same fetch."""
-        call, error = attempt.call, attempt.error
+        call = attempt.call
+        error = attempt.error
         fetch = call.fetch
         with self._lock:
-            self._in_flight, self._bytes = self._in_flight - 1, self._bytes - call.piece.length
+            self._in_flight -= 1
+            self._bytes -= call.piece.length
             MADE.requests += attempt.asked
             MADE.request_retries += attempt.again
             call.attempts.remove(attempt)
@@ -329,7 +339,8 @@ class Client:
                     return None
                 self._overloaded += (1 - self._overloaded) / 64
                 if self._overloaded > _OVERLOADED_SHARE and now - self._lowered > self._typical:
-                    self._limit, self._lowered = max(1.0, self._limit / 2), now
+                    self._limit = max(1.0, self._limit / 2)
+                    self._lowered = now
                 return None
             MADE.request_bytes += attempt.body.got
             self._overloaded -= self._overloaded / 64
@@ -354,7 +365,8 @@ class Client:
 
     def _hedge(self, fetch: _Fetch) -> int:
         """Start rivals of requests that take too long; return how many do."""
-        now, rivals = time.monotonic(), []
+        now = time.monotonic()
+        rivals = []
         with self._lock:
             late = [call for call in fetch.running if call.hedge_at <= now]
             for call in late:
@@ -362,7 +374,8 @@ class Client:
                 call.hedge_at = now + call.patience
                 few = MADE.request_hedges < _HEDGES + _HEDGED_SHARE * MADE.requests
                 if few and len(call.attempts) < _RIVALS:
-                    self._in_flight, self._bytes = self._in_flight + 1, self._bytes + call.piece.length
+                    self._in_flight += 1
+                    self._bytes += call.piece.length
                     MADE.request_hedges += 1
                     rivals.append(_Attempt(call))
                     call.attempts.append(rivals[-1])
@@ -372,7 +385,8 @@ class Client:
 
     def _pause_after(self, attempt: _Attempt) -> float:
         """Return how long to wait after a failure; raises what is not worth another try."""
-        call, error = attempt.call, attempt.error
+        call = attempt.call
+        error = attempt.error
         assert error is not None
         if not isinstance(error, _Busy):
             raise error
@@ -382,7 +396,8 @@ class Client:
         call.failures += 1
         with self._lock:
             MADE.request_retries += 1
-        took, seconds = time.monotonic() - call.since, call.fetch.seconds
+        took = time.monotonic() - call.since
+        seconds = call.fetch.seconds
         limit = _GIVE_UP_SECONDS if seconds is None else 3 * seconds
         most = _UNREACHED_TRIES if error.unreached else _MOST_TRIES
         if call.failures >= most or took > limit:
@@ -397,7 +412,9 @@ class Client:
     def _get(self, attempt: _Attempt, silence: float) -> None:
         """Fill the body of an attempt; raises `_Busy` and what `fetch` raises."""
         piece = attempt.call.piece
-        fresh, moved, origin = False, "", piece.origin
+        fresh = False
+        moved = ""
+        origin = piece.origin
         for _ in range(_HOPS):
             target = origin.target(piece.key, fresh=fresh)
             if moved:
@@ -425,7 +442,8 @@ class Client:
 
     def _ask(self, attempt: _Attempt, target: Target, silence: float) -> str:
         """Send one request and read the response; return the URL it redirects to, if any."""
-        piece, body = attempt.call.piece, attempt.body
+        piece = attempt.call.piece
+        body = attempt.body
         first = piece.start + body.got
         headers = {
             **target.headers,
@@ -451,7 +469,8 @@ class Client:
 
     def _read(self, attempt: _Attempt, response: Answer | http.client.HTTPResponse, first: int) -> bool:
         """Read a body; return whether the whole response was read."""
-        piece, body = attempt.call.piece, attempt.body
+        piece = attempt.call.piece
+        body = attempt.body
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
         end = piece.start + piece.length
         if body.got and (version != body.version or response.status == 200):
@@ -463,9 +482,12 @@ class Client:
             if piece.upto and piece.start == 0:
                 if length is None:
                     data = response.read()
-                    body.data, body.got, body.total = bytearray(data), len(data), len(data)
+                    body.data = bytearray(data)
+                    body.got = len(data)
+                    body.total = len(data)
                     return True
-                body.total, body.version = length, version
+                body.total = length
+                body.version = version
                 if piece.length < length and piece.length == 1:
                     return False  # only the size was requested
                 end = length
@@ -502,7 +524,8 @@ class Client:
 
     def _other(self, piece: Piece, body: Body, response: Answer | http.client.HTTPResponse) -> str:
         """Return the URL that a response without data redirects to; raise an error for all others."""
-        status, headers = response.status, response.headers
+        status = response.status
+        headers = response.headers
         if status in _BUSY:
             after = headers.get("Retry-After", "")
             pause = min(_MOST_RETRY_AFTER, float(after)) if after.isdecimal() else 0.0
@@ -511,7 +534,9 @@ class Client:
             match = _CONTENT_RANGE.search(headers.get("Content-Range", ""))
             total = int(match[3]) if match and match[3] != "*" else 0
             if piece.upto and piece.start == 0:
-                body.data, body.got, body.total = bytearray(), 0, 0
+                body.data = bytearray()
+                body.got = 0
+                body.total = 0
                 return ""
             raise TooShort(total)
         text = response.read(_ERROR_BYTES).decode(errors="replace")
@@ -529,11 +554,13 @@ class Client:
     ) -> tuple[http.client.HTTPConnection, Answer | http.client.HTTPResponse]:
         """Send a request on an idle connection or a new one; return it with the head of the response."""
         parts = urlsplit(url)
-        scheme, place = parts.scheme, parts.netloc
+        scheme = parts.scheme
+        place = parts.netloc
         route = self._connections.route(scheme, place)
         asked = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         if route.full_url:
-            asked, headers = url, {**headers, **route.headers}
+            asked = url
+            headers = {**headers, **route.headers}
         while True:
             connection, is_new = self._connections.take(scheme, place, silence)
             attempt.connection = connection

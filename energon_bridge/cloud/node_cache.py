@@ -53,7 +53,8 @@ _log = logging.getLogger(__name__)
 BLOCK = 1 << 20
 PIECE = 64 << 10
 """The unit in which a block on the disk is read and checked, so that a small sample need not read all of it."""
-_BELIEVED_SECONDS, _MISSING_SECONDS = 60.0, 5.0
+_BELIEVED_SECONDS = 60.0
+_MISSING_SECONDS = 5.0
 _CLAIM_SECONDS = 20.0
 _EMPTY_SECONDS = 1.0
 _LEFT_SECONDS = 600.0
@@ -62,7 +63,8 @@ _USED_SECONDS = 30.0
 """Seconds between two updates of a file's time of last use."""
 _REFUSED_SECONDS = 10.0
 """Seconds without writes after the disk refused one."""
-_POLL, _MOST_POLL = 0.002, 0.05
+_POLL = 0.002
+_MOST_POLL = 0.05
 _SHARE = 200
 """A process checks what to delete each time it has written this fraction of the cache's limit."""
 _FREE_SHARE = 20
@@ -183,9 +185,11 @@ class NodeCache:
         for place, data in blocks.items():
             if place in fetched or place in self._first:
                 self._first.discard(place)
-                misses, miss_bytes = misses + 1, miss_bytes + len(data)
+                misses += 1
+                miss_bytes += len(data)
             else:
-                hits, hit_bytes = hits + 1, hit_bytes + len(data)
+                hits += 1
+                hit_bytes += len(data)
         with _counting():
             MADE.cache_hits += hits
             MADE.cache_hit_bytes += hit_bytes
@@ -276,7 +280,8 @@ class NodeCache:
         return version if version.url == url and self._know(version, since) > 0 else None
 
     def _load_block(self, version: Version, block: int, spans: Sequence[Span]) -> memoryview | None:
-        path, length = self._path(version.name(block)), version.length(block)
+        path = self._path(version.name(block))
+        length = version.length(block)
         pieces = -(-length // PIECE)
         # Zero-filling would cost more than reading a small sample.
         data: memoryview = np.empty(length, np.uint8).data
@@ -314,7 +319,8 @@ class NodeCache:
         except OSError:  # the disk is full or read-only
             with contextlib.suppress(OSError):
                 os.unlink(writing)
-            self._written, self._refused = -1, time.monotonic() + _REFUSED_SECONDS
+            self._written = -1
+            self._refused = time.monotonic() + _REFUSED_SECONDS
 
     def _write(self, path: str, parts: Sequence[bytes], flags: int) -> None:
         try:
@@ -338,7 +344,9 @@ class NodeCache:
         self._written = 0
         os.makedirs(self._folder, exist_ok=True)
         self._remove_dead()
-        now, files, used = time.time(), list[tuple[float, int, str]](), 0
+        now = time.time()
+        files = list[tuple[float, int, str]]()
+        used = 0
         for path, stat in _files(self._folder):
             if path.endswith(_KEPT):
                 used += stat.st_size
@@ -453,11 +461,14 @@ class KeptValues:
     """
 
     def __init__(self, cache: NodeCache, *, max_bytes: int, max_count: int, whole: bool = False) -> None:
-        self._cache, self._whole = cache, whole
+        self._cache = cache
+        self._whole = whole
         self._limits = max_bytes, max_count
         self._most = -1, 0  # until the first look
         self._leased = self._others = 0, 0
-        self._added, self._seen, self._dropped = (0, 0), (0, 0), (0, 0)
+        self._added = (0, 0)
+        self._seen = (0, 0)
+        self._dropped = (0, 0)
         self._due = 0.0
         self._numbers = itertools.count()
         self._putting = threading.Lock()
@@ -485,7 +496,8 @@ class KeptValues:
 
     def put(self, data: bytes) -> str | None:
         """Write a value and return its path; None if there is no room, or the disk refuses it."""
-        size, path = len(data), f"{self.folder}/{next(self._numbers)}{_KEPT}"
+        size = len(data)
+        path = f"{self.folder}/{next(self._numbers)}{_KEPT}"
         try:
             with self._putting:
                 unseen, fits = _sum(self._added, self._seen, -1), self._fits(size)
@@ -539,7 +551,8 @@ class KeptValues:
         with self._cache.alone():
             kept_bytes, kept_count, processes = self._cache.kept()
             own = _sum(self._added, self._dropped, -1)
-            self._seen, self._others = self._added, _sum((kept_bytes, kept_count), own, -1)
+            self._seen = self._added
+            self._others = _sum((kept_bytes, kept_count), own, -1)
             share = _LEASED_SHARE * max(1, processes)
             leased = min(max_bytes, left) // share // BLOCK * BLOCK, max_count // share // _LEASED_COUNT * _LEASED_COUNT
             self._leased = leased if min(leased) > 0 else (0, 0)

@@ -197,7 +197,8 @@ class RemoteStore(Rooted):
     def _versions(self, rels: Sequence[str], first: int = 1) -> list[Version]:
         """Return the versions of files; unknown ones are requested, along with their first `first` bytes."""
         assert self._cache is not None
-        cache, urls = self._cache, [self._cached_url(rel) for rel in rels]
+        cache = self._cache
+        urls = [self._cached_url(rel) for rel in rels]
 
         def ask(numbers: list[int]) -> list[Version]:
             try:
@@ -274,7 +275,8 @@ class RemoteStore(Rooted):
             version = run[0][0]
             if body.version != version.tag or body.total not in (None, version.size):
                 raise _Changed(version.url)
-            data, low = memoryview(body.data), run[0][1]
+            data = memoryview(body.data)
+            low = run[0][1]
             contents.extend(bytes(data[(n - low) * BLOCK : (n - low) * BLOCK + version.length(n)]) for _, n in run)
         return contents
 
@@ -293,7 +295,8 @@ class RemoteStore(Rooted):
 
         Also None for web servers, for buckets that may not be listed, and for listings without ETags.
         """
-        start, bucket = len(self._prefix), self._place()[1]
+        start = len(self._prefix)
+        bucket = self._place()[1]
         try:
             files = {key[start:]: (size, tag) for key, size, tag in bucket.list(self._prefix, most + 1)}
         except Exception as error:
@@ -321,7 +324,8 @@ class RemoteStore(Rooted):
     # Asking ----------------------------------------------------------------------------------------------------------
 
     def _place(self) -> tuple[Client, Bucket]:
-        here, settings = self._here(), store_settings(self._protocol)
+        here = self._here()
+        settings = store_settings(self._protocol)
         place = here.get(settings)
         if place is None:
             here.clear()
@@ -446,7 +450,8 @@ def _cut(blocks: dict[Place, memoryview], version: Version, offset: int, length:
     """Return a range from the blocks that contain it."""
     if not length:
         return b""
-    first, last = offset // BLOCK, (offset + length - 1) // BLOCK
+    first = offset // BLOCK
+    last = (offset + length - 1) // BLOCK
     at = offset - first * BLOCK
     if first == last:
         return blocks[version, first][at : at + length]

@@ -167,7 +167,8 @@ def mapped(
     spec: DatasetSpec, wrapper: MapDataset | FilterDataset | IterMapDataset, *, of_samples: bool = False
 ) -> DatasetSpec:
     """Return a dataset whose output, or whose encoded samples, go through the function of a wrapper."""
-    encoder, whole = spec.settings.task_encoder, _delivers(spec) is Hook.ENCODE
+    encoder = spec.settings.task_encoder
+    whole = _delivers(spec) is Hook.ENCODE
     tolerance = wrapper.failure_tolerance if isinstance(wrapper, MapDataset) else DEFAULT_TOLERANCE
     if of_samples and not whole:  # they may be packed or grouped next: `postencode_sample` comes later
         hook = Hook.PREENCODE if is_overridden(encoder, Hook.PREENCODE, Hook.POSTENCODE) else Hook.ENCODE
@@ -195,7 +196,8 @@ def encoded_by(spec: DatasetSpec, before: Sequence[Any], after: Sequence[Any], *
 def _packed(spec: DatasetSpec, wrapper: PackingDataset) -> DatasetSpec:
     if _delivers(spec) is not Hook.ENCODE:
         raise not_provided("PackingDataset around packs or batches", "put it around a dataset with batch_size=None")
-    encoding, post = _encoding(spec), wrapper.sample_encoder
+    encoding = _encoding(spec)
+    post = wrapper.sample_encoder
     hooks = {
         Hook.ENCODE: None,
         Hook.PREENCODE: chained(encoding) if encoding else None,
@@ -341,7 +343,8 @@ def _check_alike(name: str, first: Any, other: Any) -> None:
     for field in dataclasses.fields(first):
         if field.name in ("task_encoder", "split_part", "filter", "conventions", "cache_pool"):
             continue
-        one, two = getattr(first, field.name), getattr(other, field.name)
+        one = getattr(first, field.name)
+        two = getattr(other, field.name)
         if one != two:
             raise ConfigurationError(
                 f"{name}: one dataset has {field.name}={one!r}, another {two!r}; expected the same"

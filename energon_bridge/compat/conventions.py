@@ -148,8 +148,13 @@ class Dealt:
         limit: int | None,
         repeats: bool,
     ) -> None:
-        self._leaves, self._ranks, self._workers = leaves, config.dp_size, config.processes
-        self._rows, self._drop_last, self._limit, self._repeats = rows, drop_last, limit, repeats
+        self._leaves = leaves
+        self._ranks = config.dp_size
+        self._workers = config.processes
+        self._rows = rows
+        self._drop_last = drop_last
+        self._limit = limit
+        self._repeats = repeats
         owners = self._ranks * self._workers
         shares = []
         before = 0
@@ -209,7 +214,8 @@ class Dealt:
             batch = turn % self._batches(rank, worker)
         else:
             workers, batches = self._turns_of(rank)
-            worker, batch = int(workers[step]), int(batches[step])
+            worker = int(workers[step])
+            batch = int(batches[step])
         owner = rank * self._workers + worker
         start = self._starts[owner] + batch * self._rows
         return start, min(start + self._rows, self._starts[owner + 1])
@@ -234,6 +240,7 @@ def _spread(numbers: list[int]) -> list[int]:
     if len(numbers) <= 2:
         return numbers
     middle = len(numbers) // 2
-    left, right = _spread(numbers[:middle]), _spread(numbers[middle:])
+    left = _spread(numbers[:middle])
+    right = _spread(numbers[middle:])
     mixed = [number for pair in zip(left, right, strict=False) for number in pair]
     return mixed + right[len(left) :]

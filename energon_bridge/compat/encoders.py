@@ -141,7 +141,8 @@ class DefaultTaskEncoder(task_encoder.DefaultTaskEncoder[SampleT, EncodedT, RawB
 
     def _counted(self, datasets: Sequence[Any], worker_config: Any) -> Iterator[tuple[Any, float]]:
         for loaded in datasets:
-            dataset, repetitions = self._load_dataset(loaded, 0, worker_config), loaded.repetitions
+            dataset = self._load_dataset(loaded, 0, worker_config)
+            repetitions = loaded.repetitions
             if repetitions not in (None, 1):
                 dataset = RepeatDataset(dataset, repeats=repetitions)
             yield dataset, len(loaded.dataset) * (1 if repetitions is None else repetitions)

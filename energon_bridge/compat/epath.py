@@ -58,7 +58,8 @@ class EPath(os.PathLike[str]):
         text = os.fspath(initial_path)
         protocol, separator, rest = text.partition("://")
         if not separator or protocol == "file":
-            self._protocol, self._path = "", posixpath.normpath(os.path.abspath(rest if separator else text))
+            self._protocol = ""
+            self._path = posixpath.normpath(os.path.abspath(rest if separator else text))
             return
         if protocol == "dss":
             if "@" not in rest.partition("/")[0]:
@@ -67,14 +68,16 @@ class EPath(os.PathLike[str]):
                     "by '@'"
                 )
             resolve_path(text, base="/", where="EPath")  # raises without the folder
-            self._protocol, self._path = protocol, posixpath.normpath(rest)
+            self._protocol = protocol
+            self._path = posixpath.normpath(rest)
             return
         if protocol == "rclone":
             warnings.warn("rclone:// is deprecated: use its new name, msc://", DeprecationWarning, stacklevel=2)
         self._protocol, _, self._path = resolve_path(text, base="/", where="EPath").partition("://")
         profile, _, inside = self._path.partition("/")
         if self._protocol == "msc" and profile in _LOCAL_PROFILES:
-            self._protocol, self._path = "", f"/{inside}"
+            self._protocol = ""
+            self._path = f"/{inside}"
 
     def _other(self, path: str) -> Self:
         return type(self)(f"{self._protocol}://{path}" if self._protocol else path)

@@ -90,7 +90,8 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
     built = _read(getattr(encoder, hook)(**arguments), spec, encoder)
     expected = _read(getattr(_Unchanged(), hook)(**arguments), spec, encoder)
     for name in ("sources", "joined", "cycled"):
-        there, here = getattr(built, name), getattr(expected, name)
+        there = getattr(built, name)
+        here = getattr(expected, name)
         if not _same(there, here):
             raise _refused(encoder, f"its datasets are {_told(built)}, but the mix has {_told(expected)}")
     changed = {name: value for name, value in built.settings.items() if value != expected.settings[name]}
@@ -140,7 +141,8 @@ def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
     for part, weight in parts:
         repeats: float | None = 1
         if isinstance(part, RepeatDataset):
-            repeats, part = part.repeats, part.dataset
+            repeats = part.repeats
+            part = part.dataset
         place = _place(part, spec)
         if place is None:
             raise _refused(encoder, f"it put {type(part).__name__} where a dataset of the mix is expected")

@@ -20,8 +20,10 @@ from energon_bridge.core.worker_config import WorkerConfig
 # Samples as text, for programs that print or log them: one line, or YAML with a summary of each tensor.
 
 
-_MOST_ENTRIES, _MOST_ITEMS = 25, 10
-_MOST_CHARACTERS, _MOST_OF_A_REPR = 1000, 200
+_MOST_ENTRIES = 25
+_MOST_ITEMS = 10
+_MOST_CHARACTERS = 1000
+_MOST_OF_A_REPR = 200
 _ENDS = 3
 
 

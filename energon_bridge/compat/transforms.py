@@ -47,7 +47,8 @@ class CustomTransform:
             raise not_provided("CustomTransform for tensors", "give it images of Pillow")
         matrix, size, _ = self.apply_transform(np.eye(3), np.array([image.height, image.width]))
         back = np.linalg.inv(matrix)
-        fill, mode = self.fill(), self.interpolation()
+        fill = self.fill()
+        mode = self.interpolation()
         return image.transform(
             (int(size[1]), int(size[0])),
             Image.Transform.PERSPECTIVE,
@@ -72,7 +73,8 @@ class CustomTransform:
     @staticmethod
     def rotate(angle: float) -> Matrix:
         """Return the matrix that turns counter-clockwise by radians, y pointing down."""
-        cos, sin = np.cos(angle), np.sin(angle)
+        cos = np.cos(angle)
+        sin = np.sin(angle)
         return np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1.0]])
 
     @staticmethod

@@ -266,7 +266,8 @@ class EnergonDataloader(NotForDataLoader):
         ignore_unknown: bool = False,
     ) -> int:
         """Withdraw samples during the run (see `SavableDataLoader.ban`); all ranks must call it alike."""
-        loader, given = self.loader, list(keys)
+        loader = self.loader
+        given = list(keys)
         draw = int(loader.ban(given, from_draw=from_draw, dataset=dataset, ignore_unknown=ignore_unknown))
         self._turns.bans.append(lambda: loader.ban(given, dataset=dataset, ignore_unknown=True))
         return draw
@@ -317,7 +318,8 @@ class EnergonDataloader(NotForDataLoader):
         ownership = getattr(self.loader, "ownership", None)
         if self.masked_microbatches == "allow" or ownership is None or ownership.even or not self.endless:
             return
-        ranks, lanes = ownership.world_size, ownership.num_lanes
+        ranks = ownership.world_size
+        lanes = ownership.num_lanes
         raise MaskedMicrobatchesError(
             f"{ranks} data-parallel ranks do not divide the {lanes} lanes of this run (num_lanes, fixed when it "
             f"started), so {100 * ownership.masked_share:.1f} % of the microbatches would be masked: rows with "
@@ -362,7 +364,8 @@ class _Cycle:
     __slots__ = ("__weakref__", "_loader", "_state", "_stream", "_turns")
 
     def __init__(self, loader: Any, turns: _Turns) -> None:
-        self._loader, self._turns = loader, turns
+        self._loader = loader
+        self._turns = turns
         self._stream: Iterator[Any] | None = None
         self._state: Any = None
 
@@ -388,7 +391,8 @@ class _Cycle:
         """Save the position, since another iterator will use the loader; plain iterables need none."""
         save = getattr(self._loader, "save_state_rank", None)
         if save is not None and self._stream is not None:
-            self._state, self._stream = save(), None
+            self._state = save()
+            self._stream = None
 
     def forget(self) -> None:
         """Forget the saved position: continue wherever the loader is."""
@@ -401,7 +405,8 @@ class _Counted:
     __slots__ = ("_cycle", "_dataloader")
 
     def __init__(self, dataloader: EnergonDataloader, cycle: _Cycle) -> None:
-        self._dataloader, self._cycle = dataloader, cycle
+        self._dataloader = dataloader
+        self._cycle = cycle
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -335,8 +335,10 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
     config = worker_config or WorkerConfig.default_worker_config()
     buckets = None
     if settings.group_by:
-        cut, rows = load("columns", "buckets").cut_into_buckets, settings.batch_size or 1
-        sizes, endless = settings.bucket_batch_size, settings.kind == "train"
+        cut = load("columns", "buckets").cut_into_buckets
+        rows = settings.batch_size or 1
+        sizes = settings.bucket_batch_size
+        endless = settings.kind == "train"
         decoder = decoder_of(settings.task_encoder)
         turns = decoder.turns_images if isinstance(decoder, SampleDecoder) else None
         leaves, buckets = cut(mix, leaves, settings.group_by, rows, sizes, endless=endless, turns=turns)

@@ -91,10 +91,13 @@ def slice_for_context_parallel(batch: B, *, rank: int, size: int, token_fields: 
     fields = _fields(batch, token_fields)
     length = fields.shape[1]
     if fields.cuts is None:
-        indices, starts, lengths = zigzag_indices(length, rank=rank, size=size), [0], [length]
+        indices = zigzag_indices(length, rank=rank, size=size)
+        starts = [0]
+        lengths = [length]
     else:
         indices = packed_indices(fields.cuts, rank=rank, size=size)
-        starts, lengths = fields.cuts[:-1].tolist(), fields.cuts.diff().tolist()
+        starts = fields.cuts[:-1].tolist()
+        lengths = fields.cuts.diff().tolist()
     taken = {name: value.index_select(axis, indices.to(value.device)) for name, (value, axis) in fields.tokens.items()}
     # The two chunks of a sample lie side by side in the part.
     places = [(start // size, count // size) for start, count in zip(starts, lengths, strict=True)]
@@ -130,9 +133,11 @@ def pad_for_context_parallel(
             )
     cuts = fields.cuts
     if cuts is None:
-        starts, sizes = [0], [fields.shape[1]]
+        starts = [0]
+        sizes = [fields.shape[1]]
     else:
-        starts, sizes = cuts[:-1].tolist(), cuts.diff().tolist()
+        starts = cuts[:-1].tolist()
+        sizes = cuts.diff().tolist()
     padded = [n + -n % multiple for n in sizes]
     changed: dict[str, Any] = {} if cuts is None else _ends(batch, cuts, padded)
     if padded == sizes:
@@ -181,7 +186,8 @@ def packed_indices(cu_seqlens_padded: Tensor, *, rank: int, size: int) -> Tensor
     Raises:
         ConfigurationError: A sample is not a multiple of `2 * size` long.
     """
-    starts, lengths = cu_seqlens_padded[:-1].tolist(), cu_seqlens_padded.diff().tolist()
+    starts = cu_seqlens_padded[:-1].tolist()
+    lengths = cu_seqlens_padded.diff().tolist()
     for number, length in enumerate(lengths):
         if length % (2 * size):
             raise ConfigurationError(
@@ -229,7 +235,8 @@ def scheduler_samples(batch: Any, *, multiple_of: int = 1) -> list[dict[str, Ten
         )
     columns = {name: _get(batch, name) for name in _SCHEDULED}
     length = columns["tokens"].shape[1]
-    starts, ends = _get(batch, "cu_seqlens_padded"), _get(batch, "cu_seqlens")
+    starts = _get(batch, "cu_seqlens_padded")
+    ends = _get(batch, "cu_seqlens")
     if ends is not None:
         starts = ends if starts is None else starts
         places = list(zip(starts[:-1].tolist(), ends.diff().tolist(), strict=True))
@@ -348,7 +355,8 @@ def _token_axis(name: str, value: Tensor, shape: tuple[int, int], *, named: bool
         return value.dim() - 1 if fits else None
     if value.dim() == 4 and dims[2:] == (length, length) and name.endswith("mask"):
         return 2  # of a mask over pairs, the queries; the keys of all ranks are needed
-    first, last = dims[:2] == shape and length not in dims[2:], dims[-2:] == shape and length not in dims[:-2]
+    first = dims[:2] == shape and length not in dims[2:]
+    last = dims[-2:] == shape and length not in dims[:-2]
     if first != last:
         return 1 if first else value.dim() - 1
     if first or dims == (length,) or (dims[:1] == (rows,) and length in dims[1:]):
@@ -408,7 +416,8 @@ def _ends(batch: Any, cuts: Tensor, padded: Sequence[int]) -> dict[str, Any]:
 
 
 def _check_covers(cuts: Tensor, shape: tuple[int, int]) -> None:
-    end, tokens = int(cuts[-1]), shape[0] * shape[1]
+    end = int(cuts[-1])
+    tokens = shape[0] * shape[1]
     if end != tokens:
         raise ConfigurationError(
             f"the samples of the packs end at token {end}, but the {shape[0]} rows of {shape[1]} have {tokens} tokens: "

@@ -192,8 +192,10 @@ class EnergonMultiModalDataModule(_Base):
         self.multimodal_sample_config = multimodal_sample_config
         self.pg_collection = pg_collection
         self.masked_microbatches = masked_microbatches
-        self.replica_loading, self.balance = replica_loading, balance
-        self.balance_cost, self.balance_window = balance_cost or BatchCost(), balance_window
+        self.replica_loading = replica_loading
+        self.balance = balance
+        self.balance_cost = balance_cost or BatchCost()
+        self.balance_window = balance_window
         for name, least in _NUMBERS.items():
             where = f"EnergonMultiModalDataModule: {name}"
             setattr(self, name, check_number(where, getattr(self, name), least, optional=name not in _NEEDED))

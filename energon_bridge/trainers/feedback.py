@@ -102,7 +102,10 @@ class MixFeedback:
             raise ConfigurationError(
                 f"MixFeedback needs weights, and `every` of at least 1; got {dict(weights)} and {every}"
             )
-        self.policy, self.weights, self.every, self.group = policy, dict(weights), every, group
+        self.policy = policy
+        self.weights = dict(weights)
+        self.every = every
+        self.group = group
         self.changes: list[tuple[int, dict[str, float]]] = []
         self._steps = 0
         self._sums: _Sums = {}
@@ -207,7 +210,8 @@ def losses_by_dataset(batch: Any, losses: Tensor) -> dict[str, tuple[float, int]
     Raises:
         ConfigurationError: The batch has no segments, or the shapes differ.
     """
-    segments, mask = getattr(batch, "segments", None), getattr(batch, "loss_mask", None)
+    segments = getattr(batch, "segments", None)
+    mask = getattr(batch, "loss_mask", None)
     if segments is None or mask is None or losses.shape != mask.shape:
         raise ConfigurationError(
             "losses by dataset need a batch with segments and loss_mask, and a loss for each token: got a "
@@ -220,7 +224,8 @@ def losses_by_dataset(batch: Any, losses: Tensor) -> dict[str, tuple[float, int]
     losses_by_name: dict[str, tuple[float, int]] = {}
     for row, parts in enumerate(segments):
         for part in parts:
-            first, last = part.start, part.start + part.length - 1
+            first = part.start
+            last = part.start + part.length - 1
             total, tokens = (both[:, row, last] - (both[:, row, first - 1] if first else 0.0)).tolist()
             known, before = losses_by_name.get(part.dataset, (0.0, 0))
             losses_by_name[part.dataset] = known + total, before + round(tokens)

@@ -343,7 +343,8 @@ class EnergonTrainer(Trainer):
         if self._shared_by("tp", "cp", "sp") == 1:
             return accelerator.process_index, accelerator.num_processes
         mesh = accelerator.torch_device_mesh
-        rank, size = 0, 1
+        rank = 0
+        size = 1
         for name in ("dp_replicate", "dp_shard"):
             if name in (mesh.mesh_dim_names or ()):
                 rank = rank * mesh[name].size() + mesh.get_local_rank(name)

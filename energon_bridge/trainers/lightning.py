@@ -28,10 +28,13 @@ class _Clock:
 
     def share(self, loader: EnergonDataloader) -> float:
         """Return the share since the last call, in [0, 1]; 0 at the first one."""
-        now, waited = time.perf_counter(), loader.wait_seconds
-        passed, spent = now - self._at, waited - self._waited
+        now = time.perf_counter()
+        waited = loader.wait_seconds
+        passed = now - self._at
+        spent = waited - self._waited
         first = not self._at
-        self._at, self._waited = now, waited
+        self._at = now
+        self._waited = waited
         return 0.0 if first or passed <= 0 else min(1.0, max(0.0, spent / passed))
 
 

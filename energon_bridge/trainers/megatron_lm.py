@@ -338,7 +338,8 @@ class _Run:
             _check_not_saved(self._arguments())
         if not self._loads(self._data, vp_stage):
             return None, None, None
-        train_count, valid_count = counts[0], counts[1]
+        train_count = counts[0]
+        valid_count = counts[1]
         train = valid = None
         if train_count != 0:
             train = self._read(self._training(self._data), vp_stage)
@@ -442,7 +443,8 @@ def _model_chunks() -> int:
 def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
     """Check that the batch sizes are those of Megatron-LM, which counts microbatches by its own."""
     for name in ("micro_batch_size", "global_batch_size", "eval_micro_batch_size"):
-        asked, given = getattr(arguments, name, None), getattr(data, name.removeprefix("eval_"))
+        asked = getattr(arguments, name, None)
+        given = getattr(data, name.removeprefix("eval_"))
         if asked is None or given == asked or (name, given) == ("global_batch_size", 1):
             continue
         raise ConfigurationError(

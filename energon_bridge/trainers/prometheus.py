@@ -117,7 +117,8 @@ class PrometheusExporter:
                 "PrometheusExporter needs prometheus_client: pip install energon-bridge[prometheus]"
             ) from error
         self.port: int | None = None
-        self._wanted, self._address = port, address
+        self._wanted = port
+        self._address = address
         self._server: tuple[Any, threading.Thread] | None = None
         self._metrics: dict[str, float] = {}
         self._registry = CollectorRegistry()
@@ -142,7 +143,9 @@ class PrometheusExporter:
 
     def close(self) -> None:
         """Stop to serve; the file stays."""
-        server, self._server, self.port = self._server, None, None
+        server = self._server
+        self._server = None
+        self.port = None
         if server is not None:
             server[0].shutdown()
             server[0].server_close()
@@ -158,7 +161,8 @@ class PrometheusExporter:
                 f"PrometheusExporter: cannot listen on {self._address}:{port}: {error}. Each rank of a node needs its "
                 "own port; port=0 takes a free one"
             ) from error
-        self._server, self.port = (server, thread), server.server_port
+        self._server = (server, thread)
+        self.port = server.server_port
 
     def collect(self) -> Iterator[Metric]:
         """Yield the numbers as prometheus_client has them; its registry calls this."""

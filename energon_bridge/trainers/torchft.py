@@ -94,7 +94,8 @@ class ReplicaDataloader:
                 f"microbatches; expected those of all {self._place[1]} replicas after this step. Gather rank_state() "
                 "of all replicas in every step"
             )
-        self._states, self._stands_there = given, True
+        self._states = given
+        self._stands_there = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole run after the last committed step; the same on every replica."""
@@ -102,7 +103,9 @@ class ReplicaDataloader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the `state_dict` of any replica."""
-        self._states, self._stands_there, self._place = list(state["states"]), False, None
+        self._states = list(state["states"])
+        self._stands_there = False
+        self._place = None
         self.close()
 
     def close(self) -> None:

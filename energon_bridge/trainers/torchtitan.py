@@ -162,7 +162,8 @@ def trainer_batch(batch: Any, run: TitanRun) -> tuple[dict[str, Any], Tensor]:
 
 def _windows(batch: Mapping[str, Any], run: TitanRun) -> tuple[dict[str, Any], Tensor]:
     """Return a batch of windows of n + 1 tokens: n tokens and their labels."""
-    tokens, valid = batch.get("tokens"), batch.get("__valid__")
+    tokens = batch.get("tokens")
+    valid = batch.get("__valid__")
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         raise ConfigurationError(
             f"TitanDataLoader: a dict of {', '.join(map(str, batch))} has no tokens of shape (rows, n + 1): read "
@@ -175,7 +176,8 @@ def _windows(batch: Mapping[str, Any], run: TitanRun) -> tuple[dict[str, Any], T
 
 def _filled(tokens: Tensor, positions: Tensor, labels: Tensor, run: TitanRun) -> tuple[dict[str, Any], Tensor]:
     """Lay rows end to end and pad them to the tokens of a microbatch."""
-    missing, longest = run.num_tokens_per_batch - tokens.numel(), int(positions.max()) + 1
+    missing = run.num_tokens_per_batch - tokens.numel()
+    longest = int(positions.max()) + 1
     if missing < 0 or longest > run.max_context_length:
         raise ConfigurationError(
             f"TitanDataLoader: a batch has {tokens.shape[0]} rows of {tokens.shape[1]} tokens, with samples of up to "

@@ -16,7 +16,8 @@ from typing import Any
 from energon_bridge.core.errors import ConfigurationError, EnergonError
 from energon_bridge.models.families.registry import model_place
 
-_IMAGE, _PAD = "<image>", "<pad>"
+_IMAGE = "<image>"
+_PAD = "<pad>"
 
 
 def assemble_llava(language_model: str, vision_tower: str, folder: Path, *, vision_feature_layer: int = -2) -> None:

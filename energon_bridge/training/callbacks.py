@@ -256,7 +256,8 @@ def append_validation(path: Path, step: int, loss: float, losses: Mapping[str, f
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append lines in place of those of the same steps and of later ones."""
     lines = [f"{json.dumps(row)}\n".encode() for row in rows]
-    text, first = b"".join(lines), _step(lines[0])
+    text = b"".join(lines)
+    first = _step(lines[0])
     with path.open("ab+") as file:
         file.seek(max(0, file.tell() - _TAIL))
         tail = file.read().splitlines(keepends=True)

@@ -59,7 +59,9 @@ class ParallelConfig:
 
 def _wrong_parallel(config: RunConfig) -> Iterator[str]:
     """Yield why the model or its sequences cannot be split like that, on any number of processes."""
-    parallel, model, data = config.parallel, config.model, config.data
+    parallel = config.parallel
+    model = config.model
+    data = config.data
     if min(parallel.tp, parallel.pp, parallel.cp) < 1:
         return
     if config.trainer != "megatron":
@@ -476,7 +478,8 @@ class RunConfig:
             )
 
     def _wrong_feedback(self) -> Iterator[str]:
-        settings, parallel = self.feedback, self.parallel
+        settings = self.feedback
+        parallel = self.parallel
         if settings.every < 1 or not 0 < settings.step_size < math.inf or not 0 <= settings.smoothing <= 1:
             yield (
                 "feedback needs every of at least 1, step_size above 0 and smoothing from 0 to 1, got "

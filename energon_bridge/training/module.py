@@ -103,7 +103,8 @@ class VisionLanguageModule(LightningModule):
         key = key_of("step", self.config.seed, self.trainer.global_step, batch_idx, self.global_rank)
         torch.manual_seed(key & _SEED_BITS)
         losses, mask = self.token_losses(batch)
-        loss, tokens = (losses * mask).sum(), mask.sum()
+        loss = (losses * mask).sum()
+        tokens = mask.sum()
         if not loss.requires_grad:  # only vision parts are trained, and the batch has no images
             loss = loss + sum(0.0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad)
         self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
@@ -116,7 +117,8 @@ class VisionLanguageModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Rescale the gradients from the mean over the step's microbatches to the mean over their tokens."""
         assert self._step_tokens is not None
-        tokens, self._step_tokens = self._step_tokens, None
+        tokens = self._step_tokens
+        self._step_tokens = None
         world_size = self.trainer.world_size
         if world_size > 1:
             dist.all_reduce(tokens)

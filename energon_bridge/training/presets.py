@@ -485,13 +485,15 @@ def load_model(
         place = model_place(name_or_path)
         config = AutoConfig.from_pretrained(place)
         config = getattr(config, "thinker_config", config)  # the part of omni models that writes text
-        family, image_processor = None, None
+        family = None
+        image_processor = None
         if config.model_type in PLAIN:
             tokenizer = AutoTokenizer.from_pretrained(place)
         else:
             # The template of the processor knows images; that of the tokenizer may be the language model's.
             pretrained = load_pretrained(place)
-            tokenizer, family = pretrained.tokenizer, pretrained.family
+            tokenizer = pretrained.tokenizer
+            family = pretrained.family
             tokenizer.chat_template = pretrained.chat_template or tokenizer.chat_template
             image_processor = family.processor if isinstance(family, ProcessorFamily) else None
         if image_processor is None:
@@ -557,7 +559,8 @@ def _image_token_id(config: Any, tokenizer: Any) -> int:
 def _image_tokens(config: Any) -> int | None:
     """Return the tokens per image of models with a fixed grid of patches (the Llava family)."""
     vision = getattr(config, "vision_config", None)
-    image_size, patch_size = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    image_size = getattr(vision, "image_size", None)
+    patch_size = getattr(vision, "patch_size", None)
     strategy = getattr(config, "vision_feature_select_strategy", None)
     if strategy is None or not isinstance(image_size, int) or not isinstance(patch_size, int):
         return None

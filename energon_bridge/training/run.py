@@ -284,7 +284,8 @@ def _sample_types(data: DataConfig) -> set[type]:
 
 def _error_policy(data: DataConfig) -> ErrorPolicy:
     """Return the policy of a configuration. Raises ConfigurationError."""
-    given, known = data.error_policy or {}, [f.name for f in fields(ErrorPolicy)]
+    given = data.error_policy or {}
+    known = [f.name for f in fields(ErrorPolicy)]
     if unknown := next((name for name in given if name not in known), None):
         hint = did_you_mean(unknown, known) or f" Known keys: {', '.join(known)}"
         raise UnknownArgumentError(f"data.error_policy: there is no key {unknown!r}.{hint}")
@@ -428,7 +429,8 @@ def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
     `config.yaml` still says how the run was made that a resume was to continue, a run that was to be replaced is there
     again, and one that never began can be started again without `--overwrite`.
     """
-    described, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    described = run_dir / "config.yaml"
+    metrics = run_dir / "metrics.jsonl"
     known = {name for name in _OF_A_RUN if (run_dir / name).exists()}
     before = described.read_bytes() if resume and described.exists() else None
     written = metrics.stat().st_mtime_ns if metrics.exists() else 0
@@ -517,7 +519,8 @@ def _say_other_schedule(before: RunConfig, now: RunConfig, run_dir: Path) -> Non
     step = max(steps)
 
     def told(config: RunConfig) -> str:
-        settings, last = config.optimizer, config.train.max_steps
+        settings = config.optimizer
+        last = config.train.max_steps
         rate = settings.lr * learning_rate_factor(settings, step, last)
         return (
             f"{rate:.3g} (lr={settings.lr:g}, warmup_steps={settings.warmup_steps}, then a cosine to "
@@ -559,9 +562,11 @@ def load_bundle(config: RunConfig, preset_folder: Path) -> ModelBundle:
     settings = config.model
     torch.manual_seed(key_of("weights", config.seed) >> 1)
     if settings.name_or_path is None:
-        name, init = str(preset_folder), "random"
+        name = str(preset_folder)
+        init = "random"
     else:
-        name, init = settings.name_or_path, settings.init
+        name = settings.name_or_path
+        init = settings.init
     bundle = load_model(
         name,
         init=init,

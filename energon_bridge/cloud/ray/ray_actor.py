@@ -42,7 +42,8 @@ _LOOK_SECONDS = 0.05
 _WAIT_SECONDS = 1.0
 _END_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0
-FRAME, LINE = struct.Struct("<QQ"), struct.Struct("<Q")
+FRAME = struct.Struct("<QQ")
+LINE = struct.Struct("<Q")
 
 Said = tuple[bytes, int]
 """What a board says, and when that was read."""
@@ -54,8 +55,10 @@ class TrainersWorker(Worker):
     """A worker whose link and memory are a trainer's on this machine."""
 
     def __init__(self, work: Work, link: int, board: int, stacks: int, arena: int = -1) -> None:
-        self.number, self._engine = work.number, LocalProcesses("fork")
-        self.board, self._stacks = board_at(board), StackFile(stacks)
+        self.number = work.number
+        self._engine = LocalProcesses("fork")
+        self.board = board_at(board)
+        self._stacks = StackFile(stacks)
         self.arena = None if arena < 0 else arena_at(arena)
         with socket.socket(fileno=link) as theirs:
             self._process = self._engine.start(work, theirs, self.arena, self.board, self._stacks)
@@ -101,7 +104,8 @@ class WorkerActor:
             unpickled = pickle.loads(work)
         except (ImportError, AttributeError) as error:
             return f"{type(error).__name__}: {error}"
-        server, here = socket.create_server(("", 0), family=socket.AF_INET), socket.socket(socket.AF_UNIX)
+        server = socket.create_server(("", 0), family=socket.AF_INET)
+        here = socket.socket(socket.AF_UNIX)
         here.bind(name_here(self._token, line))
         here.listen()
         self._asked[line] = unpickled, [server, here]
@@ -133,12 +137,14 @@ class WorkerActor:
 
     def _accepted(self, line: int, servers: list[socket.socket]) -> tuple[socket.socket | None, list[int]]:
         """Return a connection with the token, and what it brings; None if none comes, or the line is not wanted."""
-        expected, deadline = self._token + LINE.pack(line), time.monotonic() + _CONNECT_SECONDS
+        expected = self._token + LINE.pack(line)
+        deadline = time.monotonic() + _CONNECT_SECONDS
         while line in self._asked and time.monotonic() < deadline:
             for server in cast(list[socket.socket], connection.wait(servers, _LOOK_SECONDS)):
                 link, _ = server.accept()
                 link.settimeout(_END_SECONDS)
-                data, files = b"", list[int]()
+                data = b""
+                files = list[int]()
                 with contextlib.suppress(OSError):
                     data, files, *_ = socket.recv_fds(link, len(expected), 4, socket.MSG_WAITALL)
                 if hmac.compare_digest(data, expected):
@@ -263,7 +269,8 @@ def said_by(board: Board) -> Said:
 def show(board: Board, said: Said) -> None:
     """Say what another board said, but how many were sent and whether it has begun or ended: that is known here."""
     content, now = said
-    words, later = board.words, time.monotonic_ns() - now
+    words = board.words
+    later = time.monotonic_ns() - now
     known = [words[at] for at in (BEGUN, SENT, ENDED)]
     board.memory[:] = content
     words[BEGUN], words[SENT], words[ENDED] = known

@@ -59,7 +59,9 @@ DEFAULTS: dict[str, Any] = {
 }
 """The options, in words in docs/how-to/cpu-nodes.md."""
 _CHOICES = {"strategy": ("pack", "spread", "cache"), "on_cluster_loss": ("local", "raise")}
-_STATE_SECONDS, _KILL_SECONDS, _LOOK_SECONDS = 3.0, 5.0, 0.5
+_STATE_SECONDS = 3.0
+_KILL_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
 _REPLACE_SECONDS = 2.0
 """Time for an actor that replaces one, or takes over from one, before a process beside the trainer does."""
 _SERVE = (
@@ -202,7 +204,11 @@ class ActorProcess:
     def __init__(
         self, relay: RelayProcess | None, number: int, worker: int, link: socket.socket, board: Board, stacks: StackFile
     ) -> None:
-        self.relay, self.number, self.worker, self.board, self.stacks = relay, number, worker, board, stacks
+        self.relay = relay
+        self.number = number
+        self.worker = worker
+        self.board = board
+        self.stacks = stacks
         self.local: Any = None
         self.node = ""
         self.settled = self.closed = False
@@ -380,8 +386,11 @@ class RayEngine:
         Raises:
             LoaderError: A node lacks what the work needs.
         """
-        starting, self._starting = self._starting, []
-        unplaced, runs, patience = [], self._runs, self._patience
+        starting = self._starting
+        self._starting = []
+        unplaced = []
+        runs = self._runs
+        patience = self._patience
         for process, here, start_here in starting:
             assert process.relay is not None
             answer = process.relay.answer("start", process.number, None if wait else 0.0)
@@ -573,7 +582,8 @@ class MovingPool(WorkerPool):
 
     def _received(self, number: int, since: float) -> bytes | None:
         data = self._next_of_both(number)
-        worker, hedge = self._workers[number], self._hedge
+        worker = self._workers[number]
+        hedge = self._hedge
         if data is not None or hedge is None or time.monotonic() - since <= hedge:
             return data
         if number not in self._rivals and worker.board.has_begun:
@@ -586,7 +596,8 @@ class MovingPool(WorkerPool):
         """Return the next message of a worker, or of the second one, which then comes first."""
         while True:
             self._catch_up()
-            worker, rival = self._workers[number], self._rivals.get(number)
+            worker = self._workers[number]
+            rival = self._rivals.get(number)
             if rival is None:
                 return super()._received(number, 0.0)
             self._engine.settle(wait=False)
@@ -621,7 +632,9 @@ class MovingPool(WorkerPool):
         """
         if (number := self._moving) is None:
             return
-        rival, worker, error = self._rivals[number], self._workers[number], None
+        rival = self._rivals[number]
+        worker = self._workers[number]
+        error = None
         try:
             while rival.behind and (data := rival.receive(socket.MSG_DONTWAIT)) is not None:
                 if not data:
@@ -644,8 +657,10 @@ class MovingPool(WorkerPool):
         """Drop the second worker of the one that moves."""
         if self._moving is not None:
             self._drop(self._rivals.pop(self._moving))
-            stays, self._moving = self._workers[self._moving], None
-            withheld, stays.withheld = stays.withheld or 0, None
+            stays = self._workers[self._moving]
+            self._moving = None
+            withheld = stays.withheld or 0
+            stays.withheld = None
             for _ in range(withheld):
                 stays.credit()
 
@@ -655,11 +670,13 @@ class MovingPool(WorkerPool):
 
     def stop(self) -> None:
         self._workers += self._rivals.values()
-        self._rivals, self._moving = {}, None
+        self._rivals = {}
+        self._moving = None
         super().stop()
 
     def forget(self) -> None:
-        self._rivals, self._moving = {}, None
+        self._rivals = {}
+        self._moving = None
         super().forget()
 
 

@@ -126,7 +126,8 @@ class Relay:
         import ray
 
         self._ray: Any = ray
-        self._control, self._machine = control, machine()
+        self._control = control
+        self._machine = machine()
         self._options = options
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._woken, self._wake = socket.socketpair()
@@ -144,7 +145,9 @@ class Relay:
         self._wanted = options["min_actors"]
         self._depths: dict[str, tuple[float, float]] = {}
         self._scaled = [time.monotonic()] * 2
-        self._busy, self._looked, self._ask_again = time.monotonic(), 0.0, 0.0
+        self._busy = time.monotonic()
+        self._looked = 0.0
+        self._ask_again = 0.0
         self._ended = False
         try:
             ray.remote(label_selector={_NODE_LABEL: "!in(none)"})(WorkerActor)
@@ -195,7 +198,8 @@ class Relay:
         try:
             data, files, *_ = socket.recv_fds(self._control, PACKET_BYTES, 8)
         except ConnectionError:
-            data, files = b"", []
+            data = b""
+            files = []
         if not data:
             self._ended = True
             return
@@ -296,7 +300,8 @@ class Relay:
 
     def _new_seat(self, line: Line) -> Seat:
         """Ask the cluster for an actor."""
-        options, avoided = self._options, self._avoided()
+        options = self._options
+        avoided = self._avoided()
         wanted = {key: options[key] for key in ("num_cpus", "memory", "resources", "label_selector", "runtime_env")}
         wanted = {key: value for key, value in wanted.items() if value is not None}
         if options["strategy"] == "spread":
@@ -328,7 +333,8 @@ class Relay:
 
     def _nodes(self) -> list[dict[str, Any]]:
         """Return the nodes that are up and large enough for an actor, without those that lost one."""
-        now, options = time.monotonic(), self._options
+        now = time.monotonic()
+        options = self._options
         asked = {"CPU": options["num_cpus"] or 0, "memory": options["memory"] or 0} | (options["resources"] or {})
         alive = [node for node in self._ray.nodes() if node["Alive"] and self._bad.get(node["NodeID"], 0.0) < now]
         return [node for node in alive if all(node["Resources"].get(name, 0) >= asked[name] for name in asked)]
@@ -372,7 +378,9 @@ class Relay:
                 self._end(line, code, how)
 
         call = seat.actor.start.remote(line.number, line.work)
-        line.deadline, line.since, line.watched = float("inf"), time.monotonic(), 0.0
+        line.deadline = float("inf")
+        line.since = time.monotonic()
+        line.watched = 0.0
         self._when(call, started, lambda error: self._lose(seat, error))
 
     def _connect(self, line: Line, seat: Seat, port: int) -> None:
@@ -382,12 +390,14 @@ class Relay:
         """
         host, token, where = seat.address
         if self._options["shared_memory"] and where == self._machine:
-            line.direct, line.tcp = True, socket.socket(socket.AF_UNIX)
+            line.direct = True
+            line.tcp = socket.socket(socket.AF_UNIX)
             line.tcp.connect(name_here(token, line.number))
             shared: list[Any] = [line.link, line.board, line.stacks, *([] if line.arena is None else [line.arena])]
             socket.send_fds(line.tcp, [token + LINE.pack(line.number)], [one.fileno() for one in shared])
             line.link.close()
-            line.arena, line.since = None, 0.0
+            line.arena = None
+            line.since = 0.0
             line.outbox.close()
             line.board.begin()
             return
@@ -464,7 +474,8 @@ class Relay:
         if seat not in self._seats:
             return
         self._seats.remove(seat)
-        lines, seat.lines = seat.lines, []
+        lines = seat.lines
+        seat.lines = []
         with contextlib.suppress(Exception):  # it may be a call that failed, not the actor
             self._ray.kill(seat.actor)
         text = " ".join(str(error).split())
@@ -528,7 +539,8 @@ class Relay:
 
     def _look(self) -> None:
         """See to lines that have no actor, or whose actor says nothing, and to actors that have no line."""
-        now, options = time.monotonic(), self._options
+        now = time.monotonic()
+        options = self._options
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
@@ -583,7 +595,8 @@ class Relay:
 
     def _scale(self, now: float) -> None:
         """Have one actor more where training waits for batches, and one less where they lie ready for long."""
-        options, seats = self._options, [seat for seat in self._seats if not seat.leaving]
+        options = self._options
+        seats = [seat for seat in self._seats if not seat.leaving]
         depths = [depth for depth, at in self._depths.values() if now - at < _DEPTH_SECONDS]
         if self._wanted is None or not depths or not self._lines:
             self._scaled = [now, now]
@@ -594,10 +607,12 @@ class Relay:
             self._scaled[1] = now
         low, high = (now - since for since in self._scaled)
         if low > options["scale_seconds"] and len(seats) < (options["max_actors"] or len(self._lines)):
-            self._wanted, self._scaled = len(seats) + 1, [now, now]
+            self._wanted = len(seats) + 1
+            self._scaled = [now, now]
             self._new_seat(next(iter(self._lines.values())))
         elif high > _SLOWER * options["scale_seconds"] and len(seats) > options["min_actors"]:
-            self._wanted, self._scaled = len(seats) - 1, [now, now]
+            self._wanted = len(seats) - 1
+            self._scaled = [now, now]
             min(seats, key=lambda seat: len(seat.lines)).leaving = True
 
     def _watch(self, line: Line) -> None:
@@ -607,7 +622,8 @@ class Relay:
         line.watched = time.monotonic()
 
         def answered(said: tuple[bytes, int] | None) -> None:
-            line.watched, line.since = 0.0, time.monotonic()
+            line.watched = 0.0
+            line.since = time.monotonic()
             if said is not None and self._lines.get(line.number) is line:
                 show(line.board, said)
 

@@ -55,7 +55,8 @@ _NOT_THE_USERS = (__name__.partition(".")[0], "builtins", "typing", "abc")
 
 
 def _check_decoder(encoder: Any) -> None:
-    decoder, name = encoder.decoder, type(encoder).__name__
+    decoder = encoder.decoder
+    name = type(encoder).__name__
     if isinstance(decoder, type):
         raise ConfigurationError(
             f"{name}.decoder is the class {decoder.__name__}; expected an instance: decoder = {decoder.__name__}()"
@@ -66,7 +67,8 @@ def _check_decoder(encoder: Any) -> None:
 
 
 def _check_cookers(encoder: Any) -> None:
-    cookers, name = getattr(encoder, "cookers", None), type(encoder).__name__
+    cookers = getattr(encoder, "cookers", None)
+    name = type(encoder).__name__
     if cookers is None:
         return
     if not isinstance(cookers, Sequence) or isinstance(cookers, str):
@@ -79,7 +81,8 @@ def _check_cookers(encoder: Any) -> None:
 
 
 def _check_call(encoder: Any, hook: str, arguments: tuple[str, ...]) -> None:
-    function, name = getattr(encoder, hook), type(encoder).__name__
+    function = getattr(encoder, hook)
+    name = type(encoder).__name__
     expected = f"def {hook}(self, {', '.join(arguments)})"
     if not callable(function):
         raise ConfigurationError(f"{name}.{hook} is {function!r:.80}; expected a method: {expected}")
@@ -99,13 +102,16 @@ def _check_names(encoder: Any, own: Sequence[type], written: set[str]) -> None:
     What counts is whether the class that has the name, or one derived from it, overrides what is meant: a hook of its
     base class would be called instead. A name that a base class has too is judged there.
     """
-    lineage, instance = type(encoder).__mro__, getattr(encoder, "__dict__", {})
-    name, there = lineage[0].__name__, set(instance)
+    lineage = type(encoder).__mro__
+    instance = getattr(encoder, "__dict__", {})
+    name = lineage[0].__name__
+    there = set(instance)
     for wrong, value in instance.items():
         if (meant := _meant_attribute(wrong, value)) and meant not in written:
             raise ConfigurationError(f"{name} has an attribute {wrong}, which has no effect: rename it to {meant}")
     for kind in own:
-        name, there = kind.__name__, there | vars(kind).keys()
+        name = kind.__name__
+        there = there | vars(kind).keys()
         above = {one for base in lineage[lineage.index(kind) + 1 :] for one in vars(base)}
         for wrong, value in vars(kind).items():
             is_method = isinstance(value, _METHODS)

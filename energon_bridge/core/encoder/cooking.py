@@ -21,7 +21,8 @@ from energon_bridge.core.stores import CachePool, FileStore, PrimaryFileStore
 T_co = TypeVar("T_co", covariant=True)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PRIMARY, CACHE = "primary", "cache"
+PRIMARY = "primary"
+CACHE = "cache"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Cooker(Generic[T_co]):
 
     def is_match(self, subflavors: Mapping[str, Any] | None) -> bool:
         """Whether it cooks the samples of a dataset with these subflavors."""
-        wanted, given = self.has_subflavors or {}, subflavors or {}
+        wanted = self.has_subflavors or {}
+        given = subflavors or {}
         return all(name in given and given[name] == value for name, value in wanted.items())
 
     @property

@@ -90,7 +90,8 @@ class ShardChecksums:
             sample: Its number in the shard.
             complete: Whether `parts` are all of its parts; otherwise some may be left out.
         """
-        low, high = int(self.firsts[sample]), int(self.firsts[sample + 1])
+        low = int(self.firsts[sample])
+        high = int(self.firsts[sample + 1])
         known = {
             self.names[code]: int(crc) for code, crc in zip(self.codes[low:high], self.parts[low:high], strict=True)
         }
@@ -129,7 +130,8 @@ def read_checksums(store: Store, shard: str, *, count: int, size: int) -> ShardC
             f"{where}made of a tar with {samples} samples in {of_bytes} bytes, but {shard} has {count} in {size}. "
             f"{remedy}"
         )
-    columns, at = [], _HEAD.size
+    columns = []
+    at = _HEAD.size
     for number in lengths:
         columns.append(np.frombuffer(data, _U32, number, at))
         at += 4 * number
@@ -226,12 +228,11 @@ class Verifier:
         """Return the checksums of a shard; None, and a warning, if it has none that fit."""
         if shard not in self._shards:
             dataset = self._dataset
-            name, count, size = (
-                dataset.shard_names[shard],
-                int(dataset.shard_counts[shard]),
-                int(dataset.shard_sizes[shard]),
-            )
-            found, why = None, f"no checksums: energon prepare {dataset.path} --checksums"
+            name = dataset.shard_names[shard]
+            count = int(dataset.shard_counts[shard])
+            size = int(dataset.shard_sizes[shard])
+            found = None
+            why = f"no checksums: energon prepare {dataset.path} --checksums"
             try:
                 found = read_checksums(dataset.store, name, count=count, size=size)
             except MetadataError as error:
@@ -256,7 +257,8 @@ class ChecksumScan:
 
     def take(self, scan: ShardScan, offset: int, data: bytes) -> None:
         """Take the bytes that begin at `offset` of the tar; `scan` knows the samples and parts that begin in them."""
-        view, end = memoryview(data), offset + len(data)
+        view = memoryview(data)
+        end = offset + len(data)
         at = offset
         while at < end and scan.offsets and end > scan.offsets[0]:
             number = len(self._samples)
@@ -269,7 +271,8 @@ class ChecksumScan:
                 self._sample = 0
         while len(self._parts) < len(scan.part_offsets):
             number = len(self._parts)
-            begin, stop = scan.part_offsets[number], scan.part_offsets[number] + scan.part_sizes[number]
+            begin = scan.part_offsets[number]
+            stop = scan.part_offsets[number] + scan.part_sizes[number]
             self._part = zlib.crc32(view[max(begin - offset, 0) : max(min(stop, end) - offset, 0)], self._part)
             if stop > end:
                 break

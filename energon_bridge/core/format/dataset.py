@@ -220,7 +220,8 @@ def check_counts(dataset: PreparedDataset) -> None:
     counts = dataset.shard_counts
     shards = range(len(counts)) if len(counts) <= _MOST_CHECKED else np.flatnonzero(counts == 0).tolist()
     for shard in shards:
-        name, count = dataset.shard_names[shard], int(counts[shard])
+        name = dataset.shard_names[shard]
+        count = int(counts[shard])
         try:
             indexed = dataset.store.size(index_name(name)) // 8 - 1
         except DatasetError:

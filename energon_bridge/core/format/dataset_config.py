@@ -204,7 +204,8 @@ def _named_type(document: Value) -> Value:
 
 
 def _resolve(named: Value, *, store: Store, trust: bool) -> type:
-    module, name = named.get("__module__").string(), named.get("__class__").string()
+    module = named.get("__module__").string()
+    name = named.get("__class__").string()
     at = named.get("__class__").at
     if is_own(module):
         try:

@@ -47,7 +47,8 @@ class FieldMap:
             try:
                 getter(parts)
             except KeyError:
-                at, access = f"{where}, " if where else "", self.fields[field]
+                at = f"{where}, " if where else ""
+                access = self.fields[field]
                 names = [name for name in there if not name.startswith("__")]
                 inner = [f"{part}[{key}]" for part, value in parts.items() if isinstance(value, dict) for key in value]
                 hint = did_you_mean(access, [*names, *inner])
@@ -165,7 +166,8 @@ def _refused(declared: Any) -> frozenset[str]:
 
 def _outside_brackets(text: str) -> list[str]:
     """Split an annotation at each `|` outside brackets."""
-    options, depth = [""], 0
+    options = [""]
+    depth = 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")
         if letter == "|" and not depth:

@@ -482,7 +482,8 @@ class KeyIndexWriter:
             row = self.connection.execute(query, (key, shard)).fetchone()
             if row is not None or key in seen:
                 other = self._shards[row[0]] if row is not None else self._shards[shard]
-                there, here = self._part_names(key), scan.parts_of(scan.keys.index(key))
+                there = self._part_names(key)
+                here = scan.parts_of(scan.keys.index(key))
                 if row is not None and there and there.isdisjoint(here):
                     return other_parts(other, key, there, self._shards[shard], here)
                 return DuplicateKeyError(

@@ -121,7 +121,8 @@ def extensions_of(kind: MediaKind) -> frozenset[str]:
     return frozenset(name for one in FORMATS if one.kind == kind for name in one.extensions)
 
 
-IMAGE_EXTENSIONS, AV_EXTENSIONS = extensions_of("image"), extensions_of("av")
+IMAGE_EXTENSIONS = extensions_of("image")
+AV_EXTENSIONS = extensions_of("av")
 
 
 def load_codec(codec: str) -> None:

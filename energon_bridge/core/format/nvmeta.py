@@ -150,12 +150,14 @@ def _counted_up(before: list[str], after: list[str]) -> int | None:
     different = [position for position, piece in enumerate(after) if piece != before[position]]
     if len(different) != 1 or different[0] % 2 == 0:
         return None
-    old, new = before[different[0]], after[different[0]]
+    old = before[different[0]]
+    new = after[different[0]]
     return different[0] if len(old) == len(new) and int(new) == int(old) + 1 else None
 
 
 def _expression(run: list[list[str]], slot: int) -> str:
-    first, last = run[0], run[-1]
+    first = run[0]
+    last = run[-1]
     if len(run) == 1:
         return "".join(first)
     return "".join([*first[:slot], f"{{{first[slot]}..{last[slot]}}}", *first[slot + 1 :]])
@@ -246,7 +248,8 @@ class Splits:
         wrong = [entry for entry in self.exclude if entry not in known and not self._names_sample(entry, known)]
         if not wrong:
             return None
-        first, more = wrong[0], f" (and {len(wrong) - 1:,} more)" * (len(wrong) > 1)
+        first = wrong[0]
+        more = f" (and {len(wrong) - 1:,} more)" * (len(wrong) > 1)
         shard, tar, key = first.partition(".tar")
         hint = did_you_mean(shard + tar, known)
         if not hint or not tar:

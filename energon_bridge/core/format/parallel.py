@@ -95,7 +95,8 @@ def unseen(done: int, total: int) -> None:
 @contextlib.contextmanager
 def _without_the_program() -> Generator[None]:
     """Let processes that this thread spawns begin without running the program as `__mp_main__` again."""
-    prepare, thread = spawn.get_preparation_data, threading.get_ident()
+    prepare = spawn.get_preparation_data
+    thread = threading.get_ident()
 
     def prepared(name: str) -> dict[str, Any]:
         given = prepare(name)

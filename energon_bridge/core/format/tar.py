@@ -114,7 +114,8 @@ def parse_sample(
     view = memoryview(data)
     if _tar is not None and (plain := _tar.split(view, parts)) is not None:
         return plain
-    names, contents = ("", ""), dict[str, memoryview]()
+    names = ("", "")
+    contents = dict[str, memoryview]()
     for names, member in _members(len(view), lambda at: next_member(view, at, where=where, verify=False), where):
         if parts is None or names[1] in parts:
             if member.regular:
@@ -134,9 +135,11 @@ def _members(
     Raises CorruptShardError if they are not those of one sample.
     """
     rebuild = "the index does not fit the tar. Rebuild it with `energon prepare --tar-index-only`."
-    key, position = "", 0
+    key = ""
+    position = 0
     while position + BLOCK <= size and (member := member_at(position)) is not None:
-        position, names = member.end, member.names()
+        position = member.end
+        names = member.names()
         if names is None:
             continue
         if member.regular and (end := member.content + member.size) > size:
@@ -332,7 +335,8 @@ def open_sample(
     and StorageError.
     """
     where = f"{sample.url}, at byte {sample.offset}"
-    names, contents = ("", ""), dict[str, bytes | ByteRange]()
+    names = ("", "")
+    contents = dict[str, bytes | ByteRange]()
     for names, member in _members(sample.size, lambda at: _member_at(sample, at), where):
         name = names[1]
         if parts is None or name in parts:

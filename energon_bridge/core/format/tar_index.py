@@ -253,9 +253,12 @@ def _scan_buffer(
     Returns the position (relative to the buffer, possibly after it) where the scan continues, and the number of bytes
     it needs there; 0 means the end of the archive.
     """
-    keys, offsets = scan.keys, scan.offsets
-    part_samples, part_names = scan.part_samples, scan.part_names
-    part_offsets, part_sizes = scan.part_offsets, scan.part_sizes
+    keys = scan.keys
+    offsets = scan.offsets
+    part_samples = scan.part_samples
+    part_names = scan.part_names
+    part_offsets = scan.part_offsets
+    part_sizes = scan.part_sizes
     view = memoryview(buffer)
     length = len(buffer)
     last_key = keys[-1] if keys else None
@@ -286,10 +289,13 @@ def _scan_buffer(
             if member is None:
                 return position, 0
             _check_utf8(member, base=base, where=where)
-            start, content, position = member.header, member.content, member.end
+            start = member.header
+            content = member.content
+            position = member.end
             if base + position > size:
                 raise _cut_off(where, base + start, member.name, base + position, size)
-            name, content_size = member.name, member.size
+            name = member.name
+            content_size = member.size
             if not member.regular:
                 if member.names() is None:
                     continue
@@ -371,7 +377,8 @@ def find_pieces(
     firsts: dict[str, int] = {}
     for number, key in enumerate(keys):
         first = firsts.setdefault(normalize("NFC", posixpath.normpath(key)), number)
-        here, there = parts_of(number), parts_of(first)
+        here = parts_of(number)
+        there = parts_of(first)
         if first == number or not set(here).isdisjoint(there):
             continue
         if keys[first] == key:

@@ -190,7 +190,8 @@ def banned_of(saved: SavedRun, bans: Sequence[Ban], leaves: Sequence[OpenLeaf]) 
 
     For leaves in the state they are known; in new leaves the banned keys are looked up.
     """
-    here, there = {leaf.identity for leaf in leaves}, {row["identity"] for row in saved.leaves if not row["parked"]}
+    here = {leaf.identity for leaf in leaves}
+    there = {row["identity"] for row in saved.leaves if not row["parked"]}
     banned = {identity: found for identity, found in saved.banned.items() if identity in here}
     fresh = [leaf for leaf in leaves if leaf.identity not in there]
     for ban in bans:

@@ -36,7 +36,8 @@ class Copies:
     """
 
     def __init__(self, pin: bool, device: Any = None) -> None:
-        self._pin, self._device = pin, None if device is None else torch.device(device)
+        self._pin = pin
+        self._device = None if device is None else torch.device(device)
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -61,7 +62,8 @@ class Copies:
 
     def close(self) -> None:
         """End the thread; the next batch starts another."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             thread.shutdown()
 

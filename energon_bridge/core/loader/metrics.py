@@ -38,7 +38,8 @@ def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
     both = Counter(zip(names, parts, strict=True))
     shared = Counter(name for name, _ in both)
     names = [f"{name}:{part}" if shared[name] > 1 else name for name, part in zip(names, parts, strict=True)]
-    shared, seen = Counter(names), Counter[str]()
+    shared = Counter(names)
+    seen = Counter[str]()
     for number, name in enumerate(names):
         seen[name] += 1
         if shared[name] > 1:
@@ -134,7 +135,8 @@ def check_rates(position: Position, item: LaneBatch, policy: ErrorPolicy, failur
     totals = Counts(position.counts)
     totals.add(item.counts)
     for path, total in _by_dataset(leaves, totals, position.waiting(item)).items():
-        failed, drawn = total["errors"], sum(total[name] for name in ("errors", "samples", "skipped", "waiting"))
+        failed = total["errors"]
+        drawn = sum(total[name] for name in ("errors", "samples", "skipped", "waiting"))
         if path in concerned and drawn >= policy.min_draws and failed > policy.max_error_rate * drawn:
             known = failure_log.failures(path)
             raise ErrorRateError(
@@ -156,7 +158,8 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
         drawn = there + sum(lost.values())
         if drawn < least:
             continue
-        causes, what = list(lost), "no sample of this dataset has been delivered"
+        causes = list(lost)
+        what = "no sample of this dataset has been delivered"
         if there:
             many = {cause: n for cause, n in lost.items() if n >= _LOST_LEAST and n > _LOST_SHARE * drawn}
             causes = [cause for cause in ("errors", "skipped") if cause in many]

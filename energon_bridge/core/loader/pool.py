@@ -254,7 +254,8 @@ class WorkerPool:
 
     def begin(self, due: Iterator[tuple[int, int]]) -> None:
         """Start the workers; `due` has the units in the order of delivery, each with its worker."""
-        self._due, self._next = due, None
+        self._due = due
+        self._next = None
         try:
             for number in range(self._number):
                 self._workers.append(self._started(number))
@@ -270,7 +271,8 @@ class WorkerPool:
 
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         """Let running workers begin the next pass; say whether there are any."""
-        self._due, self._next = due, None
+        self._due = due
+        self._next = None
         for worker in self._workers:
             worker.current += 1
             worker.taken = 0
@@ -341,7 +343,10 @@ class WorkerPool:
         Raises:
             HookTimeoutError: It takes too long, and the run is to end then.
         """
-        since, reported, unbegun, number = time.monotonic(), 0, False, worker.number
+        since = time.monotonic()
+        reported = 0
+        unbegun = False
+        number = worker.number
         while True:
             if (data := self._received(number, since)) is not None:
                 return data
@@ -360,7 +365,8 @@ class WorkerPool:
 
     def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
         """Kill a worker that has not started in time; return whether it was logged."""
-        took, number = time.monotonic() - worker.started, worker.number
+        took = time.monotonic() - worker.started
+        number = worker.number
         factor = 1 if self._engine.forks else _IMPORT_FACTOR
         allowed = _BEGIN_SECONDS * factor * 2 ** self._deaths[number]
         if took > allowed:
@@ -410,7 +416,8 @@ class WorkerPool:
         named = []
         for hook, key, index in worker.board.running():
             activity = Activity()
-            activity.hook, activity.index = hook, index
+            activity.hook = hook
+            activity.index = index
             activity.dataset = leaves[key].dataset if key in leaves else None
             named.append(str(activity))
         return named
@@ -443,7 +450,8 @@ class WorkerPool:
             HookTimeoutError: Its watchdog ended it, to end the run.
             WorkerDiedError: That has happened too often.
         """
-        number, running = worker.number, self._running(worker)
+        number = worker.number
+        running = self._running(worker)
         samples = {(key, index) for _, key, index in worker.board.running() if key}
         code, how = worker.end(END_SECONDS)
         what = f"worker {number} ({how})"
@@ -458,7 +466,8 @@ class WorkerPool:
             "hook, run with num_workers=0"
         )
         if not worker.board.has_begun:
-            during, advice = " before it started", self._engine.advice
+            during = " before it started"
+            advice = self._engine.advice
         if self._left <= 0 or self._deaths[number] >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(
                 f"{what} died{during} and is not restarted: {self._deaths[number]} restarts in a row produced no "
@@ -485,7 +494,8 @@ class WorkerPool:
 
     def stop(self) -> None:
         """Stop the workers. A busy worker gets some seconds to finish."""
-        workers, self._workers = self._workers, []
+        workers = self._workers
+        self._workers = []
         for worker in workers:
             worker.ask_to_end()
         deadline = time.monotonic() + END_SECONDS

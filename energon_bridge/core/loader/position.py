@@ -62,7 +62,8 @@ class Position:
     """
 
     def __init__(self, plan: RunPlan, mode: Mode) -> None:
-        self.plan, self.mode = plan, mode
+        self.plan = plan
+        self.mode = mode
         self.ownership = Ownership(plan.num_lanes, plan.config.dp_size, 0)
         self.microbatches = 0
         self.epoch = 0
@@ -131,7 +132,8 @@ class Position:
         other = copy.copy(self)
         if config is not None:
             other.plan = dataclasses.replace(self.plan, config=config)
-        other.lanes, other.counts = dict(self.lanes), Counts(self.counts)
+        other.lanes = dict(self.lanes)
+        other.counts = Counts(self.counts)
         return other
 
     def lane(self) -> int | None:
@@ -185,7 +187,8 @@ class Position:
                 f"{data.mode!r}{' in buckets (group_by)' if data.buckets is not None else ''}"
             )
         given = self._by_identity(weights)
-        lanes, first = self.plan.num_lanes, self.first_undrawn()
+        lanes = self.plan.num_lanes
+        first = self.first_undrawn()
         if from_draw is None or torch.distributed.is_initialized():
             first = self.agreed("set_weights", first, max)  # so that all ranks refuse the same draws
         start = first if from_draw is None else from_draw
@@ -237,7 +240,9 @@ class Position:
 
     def ban(self, keys: Iterable[str], from_draw: int | None, dataset: str | None, ignore_unknown: bool) -> int:
         """Withdraw samples from a global draw on; return that draw."""
-        data, given, path = self.plan.data, checked_keys(keys), dataset or ""
+        data = self.plan.data
+        given = checked_keys(keys)
+        path = dataset or ""
         if from_draw is not None and (type(from_draw) is not int or not 0 <= from_draw <= LARGEST):
             raise ConfigurationError(f"ban: from_draw must be an integer of at least 0, got {from_draw!r}")
         fixed = data.kind == "finite" and data.listed and self.microbatches > 0
@@ -272,7 +277,8 @@ class Position:
         if fixed:
             self.rewind()
         if self._listing is not None and not self.microbatches:  # listed, but nothing of it is delivered
-            self._listing, self._ends = None, (-1, 0)
+            self._listing = None
+            self._ends = (-1, 0)
         return start
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -331,7 +337,8 @@ class Position:
             StateError: One of its subclasses: what does not fit.
         """
         check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
-        config, data = self.plan.config, self.plan.data
+        config = self.plan.config
+        data = self.plan.data
         num_lanes = self.plan.num_lanes if data.ends else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
@@ -340,7 +347,8 @@ class Position:
         taken = None if day is None or day.given else saved_day(saved)
         settings = self.plan.settings | ({} if taken is None else {"today": taken.isoformat()})
         difference = check_fits(saved, data.kind, settings, self.plan.table, adapt=adapt)
-        microbatches, lanes = saved.microbatches, saved.lanes
+        microbatches = saved.microbatches
+        lanes = saved.lanes
         ownership = Ownership(num_lanes, config.dp_size, microbatches)
         needed = self.mode.needed_lanes(ownership, config.dp_rank)
         check_lanes(lanes, needed, self.mode.begin(microbatches), num_lanes)
@@ -359,8 +367,10 @@ class Position:
         self.plan = self.plan.recut(num_lanes, changes, blocks, buffers).with_banned(banned)
         if taken is not None:
             day.settle(taken)  # workers begin anew, with the encoder as it is then
-        self.ownership, self._bans = ownership, bans
-        self.microbatches, self.epoch = microbatches, saved.epoch
+        self.ownership = ownership
+        self._bans = bans
+        self.microbatches = microbatches
+        self.epoch = saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank may carry those of several.
         own = saved.ranks == (1, config.dp_size) if data.ends else len(lanes) == len(self.own_lanes)
@@ -372,7 +382,8 @@ class Position:
         kept = [place.pop(row["identity"], None) for row in self.plan.table]
         gone = list(place.values())
         relative = self.plan.data.mode in ("repetitions", "concat") or self.plan.data.unit is not None
-        self.lanes, self._parked_draws = {}, {}
+        self.lanes = {}
+        self._parked_draws = {}
         for number, state in lanes.items():
             self._parked_draws[number] = tuple([state.leaf_draws[old] for old in gone])
             draws = tuple([0 if old is None else state.leaf_draws[old] for old in kept])
@@ -466,7 +477,8 @@ class Mode:
 
     def stream(self, at: Position, pipeline: Pipeline) -> Stream:
         """Return what makes the units of one process, of which the pipeline is."""
-        worker, own = pipeline.settings.worker, at.own_lanes
+        worker = pipeline.settings.worker
+        own = at.own_lanes
         if worker is not None:
             own = own[worker.number :: at.plan.config.processes]
         return LaneStreams(pipeline, at.plan.blend, at.lanes, own)
@@ -500,7 +512,8 @@ class Mode:
 
     def seek(self, at: Position, step: int) -> None:
         """Go to the beginning of a step, assuming that no sample before it was skipped."""
-        ranks, lanes = at.plan.config.dp_size, at.plan.num_lanes
+        ranks = at.plan.config.dp_size
+        lanes = at.plan.num_lanes
         at.microbatches = first_microbatch(step, num_lanes=lanes, world_size=ranks)
         at.ownership = Ownership(lanes, ranks, at.microbatches)
         begin = self.begin(at.microbatches)
@@ -557,8 +570,10 @@ class PassMode(Mode):
 
     def units(self, at: Position, began: int) -> Iterator[tuple[int, int]]:
         config = at.plan.config
-        ranks, workers = config.dp_size, config.processes
-        steps, turn = range(at.microbatches, at.end, ranks), (at.microbatches - began) // ranks
+        ranks = config.dp_size
+        workers = config.processes
+        steps = range(at.microbatches, at.end, ranks)
+        turn = (at.microbatches - began) // ranks
         return ((unit, (number + turn) % workers) for unit, number in step_units(steps, config.dp_rank, workers))
 
     def take(self, at: Position, item: LaneBatch) -> None:
@@ -568,7 +583,8 @@ class PassMode(Mode):
         return False
 
     def stream(self, at: Position, pipeline: Pipeline) -> Stream:
-        listing, order = at.listing, at.plan.order_of_pass
+        listing = at.listing
+        order = at.plan.order_of_pass
         draws = at.plan.draws_of_pass(at.epoch) if order is None else order.draws
         number_of = None if order is None else order.sample_number
         rows = drawn_rows(pipeline, draws, number_of) if listing is None else listed_rows(pipeline, listing)
@@ -586,7 +602,9 @@ class PassMode(Mode):
         ranks = at.plan.config.dp_size
         at.epoch = empty = 0
         while at.plan.data.shuffled and step and step >= (steps := -(-at.end // ranks)):
-            at.epoch, step, empty = at.epoch + 1, step - steps, 0 if steps else empty + 1
+            at.epoch += 1
+            step -= steps
+            empty = 0 if steps else empty + 1
             if empty == _EMPTY_PASSES:
                 at.epoch = at.microbatches = at.epoch_steps = 0
                 raise ConfigurationError(
@@ -601,7 +619,8 @@ class PassMode(Mode):
         return frozenset() if begins else frozenset(range(len(at.plan.leaves)))
 
     def first_banned(self, at: Position, from_draw: int | None) -> int:
-        data, draws = at.plan.data, at.plan.draws_of_pass(at.epoch)
+        data = at.plan.data
+        draws = at.plan.draws_of_pass(at.epoch)
         if not data.shuffled:  # nothing depends on earlier microbatches, so it may hold from the beginning
             return draws.first
         if data.listed:  # the rows of a pass that has begun are fixed

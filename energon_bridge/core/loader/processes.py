@@ -68,7 +68,9 @@ class SharedMemory(mmap.mmap):
             file = os.memfd_create("energon-shared")
             os.ftruncate(file, size)
         self = super().__new__(cls, -1 if file is None else file, size)
-        self._file, self._owner, self._made = file, os.getpid(), made
+        self._file = file
+        self._owner = os.getpid()
+        self._made = made
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,7 +111,8 @@ class StackFile:
 
     def close(self) -> None:
         """Close the file in this process."""
-        number, self.number = self.number, -1
+        number = self.number
+        self.number = -1
         if number >= 0:
             os.close(number)
 

@@ -375,7 +375,8 @@ class RunPlan:
         """Return the plan with exactly these bans, given by identity."""
         if not banned and not self.banned:
             return self
-        leaves, blend = tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves), self.blend
+        leaves = tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves)
+        blend = self.blend
         if blend is None or self.data.buckets is not None:
             leaves = tuple(replace(leaf, order=leaf.order.without(leaf.bans)) for leaf in leaves)
         if self.data.buckets is not None:
@@ -420,7 +421,8 @@ class RunPlan:
     @cached_property
     def order_of_pass(self) -> PassOrder | None:
         """The order of a validation pass by the conventions of another loader; None: ours."""
-        data, run = self.data, self.data.settings
+        data = self.data
+        run = self.data.settings
         if data.kind != "finite" or data.listed:
             return None
         return run.conventions.order_of_pass(
@@ -429,7 +431,9 @@ class RunPlan:
 
     def end_of_pass(self, epoch: int, listing: Listing | None = None) -> int:
         """Return the microbatch at which a pass ends for this rank; without a listing, each sample counts as a row."""
-        data, config, order = self.data, self.config, self.order_of_pass
+        data = self.data
+        config = self.config
+        order = self.order_of_pass
         if order is not None:
             return order.steps(config.dp_rank) * config.dp_size
         rows = self.draws_of_pass(epoch).num_draws if listing is None else len(listing.rows)
@@ -454,7 +458,8 @@ def plan_run(
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
         buffers: The packing buffers of a state; 0: each lane has its own, by the rules of 0.1.0.
     """
-    ranks, seed = config.dp_size, config.run_seed
+    ranks = config.dp_size
+    seed = config.run_seed
     lanes = num_lanes or config.num_lanes
     if data.ends:  # a pass has no lanes, so any number of ranks can share it
         lanes = max(lanes or ranks, ranks)
@@ -670,7 +675,8 @@ def open_pipeline(
     Args:
         threads: Overrides the number of threads in the configuration.
     """
-    data, config = plan.data, plan.config
+    data = plan.data
+    config = plan.config
     run = data.settings
     decodes = run.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
     if worker is not None and worker.careful:

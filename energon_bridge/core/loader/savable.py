@@ -125,11 +125,13 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self._source: Iterator[LaneBatch] | None = None
         self._held: deque[LaneBatch] = deque()
         self._last: Any = None
-        self._resumed, self._pass = False, 0
+        self._resumed = False
+        self._pass = 0
         self._used_last: object = None  # the mark of an iterator, which itself would form a circle
         self.note: Any = None  # of the microbatch delivered last (`LaneBatch.note`)
         self._seconds = [0.0] * (3 + len(REQUESTS))
-        self._steps, self._epoch_length = 0, dataset.epoch_length(config.dp_size)
+        self._steps = 0
+        self._epoch_length = dataset.epoch_length(config.dp_size)
         # Runs that nobody closes end with the loader or with the process; a worker's copy of the loader is no run.
         weakref.finalize(self, _name_losses, dataset, self._position, os.getpid())
         self._say_what_is_idle()
@@ -169,7 +171,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         )
 
     def __repr__(self) -> str:
-        config, position = self.config, self._position
+        config = self.config
+        position = self._position
         done = f"{counted(position.microbatches, 'microbatch', 'microbatches')} delivered by the run"
         lanes = "" if self.spec.ends else f", {counted(position.plan.num_lanes, 'lane')}"
         return described(
@@ -181,7 +184,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     def deliver(self) -> Any:
         """Return the next microbatch of this rank."""
         self._check_process()
-        position, virtual = self._position, self.spec.settings.virtual_epoch_length
+        position = self._position
+        virtual = self.spec.settings.virtual_epoch_length
         if virtual is not None and position.epoch_steps >= virtual:
             raise StopIteration
         while not (mode := position.mode).is_over(position):
@@ -208,7 +212,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def _ends_an_epoch(self) -> bool:
         """Whether the pass, the virtual epoch, or the epoch of the data is over with the microbatch just delivered."""
-        position, virtual = self._position, self.spec.settings.virtual_epoch_length
+        position = self._position
+        virtual = self.spec.settings.virtual_epoch_length
         if virtual is not None:
             return position.epoch_steps >= virtual
         return position.mode.is_over(position) if self.spec.ends else not self._steps % self._epoch_length
@@ -256,7 +261,9 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def _report(self, item: LaneBatch) -> None:
         """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
-        spec, config, position = self.spec, self.config, self._position
+        spec = self.spec
+        config = self.config
+        position = self._position
         spec.failure_log.write(item.reports, config.dp_rank, config.dp_size)
         check_rates(position, item, spec.settings.error_policy, spec.failure_log)
 
@@ -315,8 +322,11 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             _say_crowded(self.config.num_workers, available_cores())
         if self.spec.ends:
             return
-        ownership, workers = self._position.ownership, self.config.num_workers
-        lanes, ranks, nearest = ownership.num_lanes, ownership.world_size, ownership.nearest_even_world_size()
+        ownership = self._position.ownership
+        workers = self.config.num_workers
+        lanes = ownership.num_lanes
+        ranks = ownership.world_size
+        nearest = ownership.nearest_even_world_size()
         self.spec.settings.conventions.check_ranks(ownership)
         if not ownership.even and self.config.dp_rank == 0:
             logger.warning(
@@ -330,7 +340,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         if buffer is not None and self.config.dp_rank == 0 and self._position.plan.packs_by_epoch:
             shortest, leaf = min(epochs_by_leaf(self.spec), key=lambda each: each[0])
             if lanes > 1 and IN_BUFFERS * lanes * buffer > shortest:
-                streams, mixed = self._position.plan.streams, len(self.spec.ordered) > 1
+                streams = self._position.plan.streams
+                mixed = len(self.spec.ordered) > 1
                 _say_small(leaf.dataset.path, int(shortest), lanes, streams, buffer, mixed)
         busy = len(self._position.own_lanes)
         if workers > busy:
@@ -344,7 +355,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     def _opened(self) -> Iterator[LaneBatch]:
         """Start making the units from the delivered position on, here or in workers."""
         self._held.clear()
-        self._process, self._began = os.getpid(), self._position.microbatches
+        self._process = os.getpid()
+        self._began = self._position.microbatches
         if self.config.num_workers:
             self._pool.begin(self._due())
             return self._pool
@@ -354,7 +366,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return Production(stream, units, self.config.prefetch_factor)
 
     def _new_pool(self) -> WorkerPool:
-        config, pool = self.config, WorkerPool
+        config = self.config
+        pool = WorkerPool
         engine: Engine = LocalProcesses(config.start_method)
         if config.worker_engine != "process":
             workers = load("workers", str(config.worker_engine))
@@ -483,7 +496,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         before = self._position.plan.num_lanes
         self._position.restore(saved, on_mismatch or self.on_mismatch)
         self._stop()
-        self._last, self._resumed = None, True
+        self._last = None
+        self._resumed = True
         if self._position.plan.num_lanes != before:
             self._say_what_is_idle()
 
@@ -491,7 +505,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         """Go to a step of the run, as if no sample before it had been skipped; only arithmetic, nothing is read."""
         self._position.seek(step)
         self._stop()
-        self._last, self._resumed = None, True
+        self._last = None
+        self._resumed = True
 
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], *, from_draw: int | None = None) -> int:
         """Change the weights of a blend while it runs; the change is part of the state. All ranks must call it alike.
@@ -623,7 +638,8 @@ class _Iterator:
         loader = self._loader
         if loader._pass != self._pass:
             raise StopIteration
-        virtual, position = loader.spec.settings.virtual_epoch_length, loader._position
+        virtual = loader.spec.settings.virtual_epoch_length
+        position = loader._position
         if virtual is None or loader.spec.ends:
             return loader.deliver()
         if self._epoch_steps is None:

@@ -167,7 +167,8 @@ def difference(then: State, now: State) -> State:
     Draws and counters are compared for the leaves that both have, where both hold the same lanes; else they are None.
     """
     runs = read(then), read(now)
-    before, after = _summary(then, runs[0]), _summary(now, runs[1])
+    before = _summary(then, runs[0])
+    after = _summary(now, runs[1])
     whole = before["missing_lanes"] == after["missing_lanes"]
     saved, here = ([leaf for leaf in run.leaves if not leaf["parked"]] for run in runs)
     progress = []
@@ -195,7 +196,8 @@ def _changed_settings(before: State, after: State) -> list[str]:
     lines = [
         f"~ {name}: {before[name]!r} is {after[name]!r} now" for name in _RUN_SETTINGS if before[name] != after[name]
     ]
-    then, now = before["settings"], after["settings"]
+    then = before["settings"]
+    now = after["settings"]
     for name in sorted(then.keys() | now.keys()):
         if then.get(name) != now.get(name):
             lines.append(f"~ {name}: {then.get(name)!r} is {now.get(name)!r} now")

@@ -44,7 +44,9 @@ HEADER = _SLOTS
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WRITTEN, _OPENED, _LENT = 1, 2, 3
+_WRITTEN = 1
+_OPENED = 2
+_LENT = 3
 
 DEFAULT_ARENA_BYTES = 1 << 30
 """Address space per worker; memory is used only for what is under way."""
@@ -353,7 +355,8 @@ def _aligned(n: int) -> int:
 
 
 def _copy(chunks: Sequence[memoryview | bytes], target: memoryview) -> None:
-    offset, large = 0, len(target) >= streaming.LARGE
+    offset = 0
+    large = len(target) >= streaming.LARGE
     for chunk in chunks:
         part = target[offset : offset + len(chunk)]
         if large and len(chunk) > _SMALL:
@@ -366,14 +369,16 @@ def _copy(chunks: Sequence[memoryview | bytes], target: memoryview) -> None:
 def _reduced(tensor: torch.Tensor) -> Any:
     """Pickle a dense CPU tensor out of band, with its memory layout (a CHW view over HWC memory stays one)."""
     try:
-        array, dtype = tensor.numpy(), None
+        array = tensor.numpy()
+        dtype = None
     except (TypeError, RuntimeError):  # numpy has no such dtype, or this is more than numbers in memory
         if not _is_plain(tensor):
             reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             return (_rebuild_sparse, reduced[1]) if tensor.layout in _SPARSE else reduced
         dtype = tensor.dtype
         array = tensor.view(_BITS[tensor.itemsize]).numpy()
-    dense, inverse = array, None
+    dense = array
+    inverse = None
     if not array.flags.c_contiguous:
         # Of numpy's, because a call into torch costs several times as much.
         order = sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True)

@@ -39,7 +39,8 @@ from energon_bridge.core.stream.settings import WorkerFacts
 from energon_bridge.core.stream.state import LaneBatch
 from energon_bridge.core.stream.watchdog import WatchdogSettings
 
-CREDIT, AGAIN = b"+", b"p"
+CREDIT = b"+"
+AGAIN = b"p"
 MESSAGE_BYTES = 1 << 16
 """More than any message has: a place of each block of an arena."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -92,7 +93,9 @@ class Work:
 
     def items(self, arena: Arena | None, board: Board, *, again: bool) -> Production:
         """Make this worker's share; with `again`, of the next pass."""
-        position, began, held_back = self.position, self.began, self.held_back
+        position = self.position
+        began = self.began
+        held_back = self.held_back
         if again:
             position.rewind()
             began = held_back = 0
@@ -117,7 +120,8 @@ def run_worker(
 ) -> None:
     """Run a worker: make the requested units until the training process closes its end of the link."""
     set_up_worker(work, board, stacks, parent)
-    outbox, number = Outbox(arena, kept=2 + 2 * work.ahead), 0
+    outbox = Outbox(arena, kept=2 + 2 * work.ahead)
+    number = 0
     try:
         while _one_pass(work, number, link, outbox, arena, board) == AGAIN:
             number += 1
@@ -145,7 +149,8 @@ def _one_pass(
         board.sent()
 
     board.start_pass()
-    may_make, command = work.ahead, None
+    may_make = work.ahead
+    command = None
     try:
         with contextlib.closing(work.items(arena, board, again=number > 0)) as items:
             while True:
@@ -246,7 +251,8 @@ class LocalProcesses:
         with contextlib.suppress(OSError):
             if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT":
                 return "  the process is stopped (SIGSTOP, a debugger): its stack is not available"
-        before, deadline = len(stacks.read()), time.monotonic() + _STACK_SECONDS
+        before = len(stacks.read())
+        deadline = time.monotonic() + _STACK_SECONDS
         with contextlib.suppress(OSError):
             os.kill(process.pid, DUMP_SIGNAL)
         while time.monotonic() < deadline:

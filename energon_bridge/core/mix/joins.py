@@ -72,7 +72,8 @@ def resolve_joiner(join: JoinRef, sample_types: list[type], *, trust: bool) -> C
     `sample_types` are those of the datasets. Raises UntrustedCodeError for a name that only an import can find, and
     MetadataError for one that cannot be found or called like that.
     """
-    joiner, where = join.joiner, f"{join.where}, field `joiner`"
+    joiner = join.joiner
+    where = f"{join.where}, field `joiner`"
     target = joiner.target or _find(joiner, where=where, trust=trust)
     function = target
     if isinstance(target, type):

@@ -147,7 +147,8 @@ def open_leaves(
             raise EmptyDatasetError(
                 f"{ref.where}: the subset of {dataset.path} contains none of its {dataset.num_samples} samples"
             )
-        text, kept = "", None
+        text = ""
+        kept = None
         if isinstance(ref, LeafRef) and ref.filters:
             expressions = load("columns", "expressions")
             text = expressions.all_of(ref.filters)

@@ -128,13 +128,15 @@ def _read_aux(item: Value, *, base: str) -> dict[str, AuxRef]:
 
 
 def _aux(value: Value, *, base: str) -> AuxRef:
-    is_filesystem, place = False, value
+    is_filesystem = False
+    place = value
     if isinstance(value.plain, dict):  # the long form: {path: ...} or {fs_path: ...}
         value.check_keys(("path", "fs_path"))
         if len(value.plain) != 1:
             raise value.wrong("either `path` or `fs_path`")
         key, text = next(iter(value.plain.items()))
-        is_filesystem, place = key == "fs_path", Value(text, value.where, value.field)
+        is_filesystem = key == "fs_path"
+        place = Value(text, value.where, value.field)
     text = place.string()
     match = None if is_filesystem else _FILESYSTEM.match(text)
     if match:
@@ -282,7 +284,8 @@ def _read_v1(split: Value, *, scope: Scope) -> Blend:
             f"`__module__: megatron.energon` and `__class__: {_V2}` at its top."
         )
     split.check_keys(("datasets",), required=("datasets",))
-    children, weights = [], []
+    children = []
+    weights = []
     datasets = split.get("datasets")
     for reference in _items(datasets):
         reference.check_keys(_V1_KEYS, required=("path",))

@@ -419,7 +419,8 @@ class DatasetOpener:
             for doubt in known[0].doubts:
                 self._warn(doubt)
             return self._from_index(store, place, *known)
-        stamps, doubts = self._index.stamps_of(place), list[str]()
+        stamps = self._index.stamps_of(place)
+        doubts = list[str]()
         dataset, config = read_prepared(
             store,
             self._configs,
@@ -461,5 +462,6 @@ class DatasetOpener:
 
 
 def _place(ref: LeafRef) -> Place:
-    config, split = ref.dataset_config or DEFAULT_DATASET_CONFIG, ref.split_config or DEFAULT_SPLIT_CONFIG
+    config = ref.dataset_config or DEFAULT_DATASET_CONFIG
+    split = ref.split_config or DEFAULT_SPLIT_CONFIG
     return ref.path, ref.split_part, config, split

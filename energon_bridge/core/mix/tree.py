@@ -237,10 +237,12 @@ def merge_subsets(subsets: Sequence[SubsetRange]) -> SubsetRange:
     """
     if not subsets:
         return _WHOLE
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for subset in reversed(subsets):
         inner_low, inner_high = subset.ratio
-        low, high = inner_low + low * (inner_high - inner_low), inner_low + high * (inner_high - inner_low)
+        low = inner_low + low * (inner_high - inner_low)
+        high = inner_low + high * (inner_high - inner_low)
     for subset in subsets[1:]:
         if subset.is_absolute:
             raise MetadataError(

@@ -59,7 +59,8 @@ from energon_bridge.core.order.rng import MASK64, IntArray, UIntArray, below, fo
 
 
 DRAW_STEP = 0x9E3779B97F4A7C15
-_DRAWS, _MOST = 240, 5
+_DRAWS = 240
+_MOST = 5
 _CANDIDATES = 256
 _LARGEST_DENOMINATOR = 1 << 20
 _BITS = 48
@@ -91,11 +92,16 @@ def _misses(points: UIntArray) -> IntArray:
 
 def _quotients(step: int) -> int:
     """Return the sum of the partial quotients of `step / 2^64` that stretches of some million draws notice."""
-    total, over, under = 0, 1 << 64, step
-    before, denominator = 0, 1
+    total = 0
+    over = 1 << 64
+    under = step
+    before = 0
+    denominator = 1
     while under and denominator <= _LARGEST_DENOMINATOR:
         quotient, rest = divmod(over, under)
-        total, over, under = total + quotient, under, rest
+        total += quotient
+        over = under
+        under = rest
         before, denominator = denominator, quotient * denominator + before
     return total
 
@@ -104,7 +110,8 @@ def _quotients(step: int) -> int:
 # The order of a mix: which leaf each draw of a lane comes from.
 
 
-_PHASE, _EPOCH = 5, 6
+_PHASE = 5
+_EPOCH = 6
 _PLACES = 1 << 32
 _COUNTED = 16
 """Draws per leaf up to which drawing them is cheaper than counting by arithmetic."""
@@ -164,7 +171,8 @@ class WeightedBlend(WeightParts):
                 total += np.bincount(self.leaves(lane, at, stop - at), minlength=total.size) if stop > at else 0
             else:
                 ends, last = self._intervals[piece]
-                first, exact = self._place(lane, at), [*ends[:last].tolist(), *[1 << 64] * (len(ends) - last)]
+                first = self._place(lane, at)
+                exact = [*ends[:last].tolist(), *[1 << 64] * (len(ends) - last)]
                 total += np.diff([_below(first, stop - at, end) for end in exact], prepend=0)
             at = max(at, stop)
         return total
@@ -313,7 +321,8 @@ class InTurns:
 
     def leaves(self, lane: int, draw: int, count: int) -> IntArray:
         """Return the leaf of each of `count` consecutive draws."""
-        piece, leaves = bisect_right(self._ends, draw), self.sizes.shape[1]
+        piece = bisect_right(self._ends, draw)
+        leaves = self.sizes.shape[1]
         if draw + count <= self._ends[piece]:  # nearly always, and many times faster
             return np.full(count, piece % leaves)
         return np.searchsorted(self._ends, np.arange(draw, draw + count), side="right") % leaves
@@ -343,7 +352,8 @@ def floor_sum(count: int, modulus: int, step: int, first: int) -> int:
     total = 0
     while count:
         total += count * (count - 1) // 2 * (step // modulus) + count * (first // modulus)
-        step, first = step % modulus, first % modulus
+        step = step % modulus
+        first = first % modulus
         top = step * count + first
         if top < modulus:
             break
@@ -361,7 +371,8 @@ def _taken(quotas: IntArray, phases: IntArray, place: int) -> IntArray:
 
 def _place_of(quotas: IntArray, phases: IntArray, number: int) -> int:
     """Return the place of a draw of the merge, by bisection."""
-    low, high = 0, _PLACES
+    low = 0
+    high = _PLACES
     while high - low > 1:
         middle = (low + high) // 2
         if int(_taken(quotas, phases, middle).sum()) > number:

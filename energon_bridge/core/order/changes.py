@@ -152,8 +152,10 @@ def with_samples(banned: LeafBans | None, samples: IntArray, start: int) -> Leaf
         return banned
     starts = np.full(samples.size, start, dtype=np.int64)
     if banned is not None:
-        samples, starts = np.concatenate((banned.samples, samples)), np.concatenate((banned.starts, starts))
+        samples = np.concatenate((banned.samples, samples))
+        starts = np.concatenate((banned.starts, starts))
     order = np.lexsort((starts, samples))
-    samples, starts = samples[order], starts[order]
+    samples = samples[order]
+    starts = starts[order]
     first = np.concatenate(([True], np.diff(samples) > 0))  # the earliest draw of each sample
     return LeafBans(samples=samples[first], starts=starts[first])

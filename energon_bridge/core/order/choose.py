@@ -139,7 +139,8 @@ class Span(NamedTuple, Generic[R]):
         if not banned.any():
             return [self]
         edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
-        low, places = self.low, self.places
+        low = self.low
+        places = self.places
         return [
             self._replace(low=low + begin, high=low + end, places=places[begin:end], banned=bool(banned[begin]))
             for begin, end in pairwise(edges)
@@ -165,7 +166,9 @@ class Cursor(Generic[R]):
     __slots__ = ("_hold", "_lane", "_order", "_together", "current", "upcoming")
 
     def __init__(self, order: LeafOrder, lane: int, hold: Callable[[Round], R], together: int) -> None:
-        self._order, self._lane, self._hold = order, lane, hold
+        self._order = order
+        self._lane = lane
+        self._hold = hold
         self._together = together
         self.current: R | None = None
         self.upcoming: R | None = None
@@ -177,7 +180,8 @@ class Cursor(Generic[R]):
         """
         rounds = self.current
         if rounds is None or not 0 <= draw - rounds.first < rounds.indices.size:
-            upcoming, self.upcoming = self.upcoming, None
+            upcoming = self.upcoming
+            self.upcoming = None
             if upcoming is None or upcoming.first != draw:
                 upcoming = self._rounds(draw, wanted if rounds is None else max(wanted, self._together))
             rounds = self.current = upcoming
@@ -214,14 +218,18 @@ class Cursors(Generic[R]):
         together: Callable[[LeafOrder], int],
         most: int = _OPEN_ROUNDS,
     ) -> None:
-        self.leaves, self._hold, self._together, self._most = leaves, hold, together, most
+        self.leaves = leaves
+        self._hold = hold
+        self._together = together
+        self._most = most
         self._cursors: OrderedDict[tuple[int, int], Cursor[R]] = OrderedDict()
 
     def of(self, lane: int, leaf: int) -> Cursor[R]:
         """Return the cursor of a lane in a leaf."""
         cursor = self._cursors.get((lane, leaf))
         if cursor is None:
-            hold, order = self._hold, self.leaves[leaf].order
+            hold = self._hold
+            order = self.leaves[leaf].order
             cursor = Cursor(order, lane, lambda rounds: hold(leaf, rounds), self._together(order))
             self._cursors[lane, leaf] = cursor
             if len(self._cursors) > self._most:
@@ -254,14 +262,17 @@ class Chooser(Generic[R]):
     """
 
     def __init__(self, cursors: Cursors[R], blend: AnyBlend | None, lane: int, at: Standing) -> None:
-        self._cursors, self._lane, self._origin = cursors, lane, at.origin
+        self._cursors = cursors
+        self._lane = lane
+        self._origin = at.origin
         self._summed: LeafDraws | None = None
         self._blend: Blend | None = None
         if has_sums(blend):
             self._summed = blend.draws(cursors.leaves, lane, at)
         else:
             self._blend = cast("Blend | None", blend)  # of buckets, each has a chooser of its own
-        self.draw, self.leaf_draws = at.draw, list(at.leaf_draws)
+        self.draw = at.draw
+        self.leaf_draws = list(at.leaf_draws)
 
     def sums(self, draw: int) -> tuple[int, ...]:
         """Return the sums of the leaves before a draw, not before one asked about earlier; none without amounts."""
@@ -269,7 +280,8 @@ class Chooser(Generic[R]):
 
     def spans(self, count: int) -> list[Span[R]]:
         """Choose the next `count` draws."""
-        first, lane = self.draw, self._lane
+        first = self.draw
+        lane = self._lane
         of_leaves: list[tuple[int, Sequence[int]]] = [(0, range(count))]
         if self._summed is not None:
             of_leaves = by_leaf(self._summed.take(count))
@@ -277,7 +289,8 @@ class Chooser(Generic[R]):
             of_leaves = by_leaf(self._leaves(count))
         spans: list[Span[R]] = []
         for leaf, places in of_leaves:
-            cursor, bans = self._cursors.of(lane, leaf), self._cursors.leaves[leaf].bans
+            cursor = self._cursors.of(lane, leaf)
+            bans = self._cursors.leaves[leaf].bans
             while places:
                 rounds, low = cursor.at(self.leaf_draws[leaf], len(places))
                 high = min(rounds.indices.size, low + len(places))

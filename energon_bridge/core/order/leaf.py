@@ -61,7 +61,9 @@ _SLICES_PER_ITER = 4
 32 samples comes from 29 of them."""
 _FEWEST_MICROBATCHES = 8
 """Microbatches of a lane per epoch below which slices have one sample; it would otherwise mix several epochs."""
-_SLICES, _STRIPE, _ROUND = 1, 2, 3
+_SLICES = 1
+_STRIPE = 2
+_ROUND = 3
 _NEVER = np.iinfo(np.int64).max
 _ENDLESS = 1 << 16
 _LARGEST_TABLE = 4096
@@ -80,7 +82,8 @@ class Memo(dict[Key, Value]):
 
     def __init__(self, make: Callable[[Key], Value], most: int) -> None:
         super().__init__()
-        self._make, self._most = make, most
+        self._make = make
+        self._most = most
 
     def __missing__(self, key: Key) -> Value:
         if len(self) >= self._most:
@@ -238,7 +241,9 @@ class LeafOrder:
 
     def _stripe_rounds(self, lane: int, draw: int, fewest: int) -> Round:
         """Return the round that holds a draw, with those after it in its stripe until there are `fewest` draws."""
-        n, lanes, rank = self._line_length, self.num_lanes, self._rank(lane)
+        n = self._line_length
+        lanes = self.num_lanes
+        rank = self._rank(lane)
         epoch = self.epoch_of(lane, draw)
         first = (epoch * n + rank) // lanes
         share = ((epoch + 1) * n + rank) // lanes - first
@@ -274,7 +279,8 @@ class LeafOrder:
 
         They are the places of `count / block` turns, shape (count,), permuted one epoch line after the other.
         """
-        block, once = self.dealt_block, self._draws_at_once
+        block = self.dealt_block
+        once = self._draws_at_once
         first = draw - draw % once
         count = -(-fewest // once) * once
         turns = np.arange(count // block, dtype=np.int64) * (self.num_lanes * block)
@@ -321,13 +327,15 @@ class LeafOrder:
     def _stripe_at(self, epoch: int, rank: int, start: int, stop: int, draw: int) -> _Stripe:
         """Return the stripe of a draw of the stretch [start, stop) of an epoch line; `draw` counts in the stretch."""
         line = self._lines[epoch]
-        first_slot, last_slot = line.slot_of(start), line.slot_of(stop - 1)
+        first_slot = line.slot_of(start)
+        last_slot = line.slot_of(stop - 1)
         slots = last_slot - first_slot + 1
         stripes = max(1, slots // self._slices_per_stripe)
         number = ((line.slot_of(start + draw) - first_slot + 1) * stripes - 1) // slots
         cached = self._stripes.get((epoch, rank, number))
         if cached is None:
-            low, high = first_slot + number * slots // stripes, first_slot + (number + 1) * slots // stripes
+            low = first_slot + number * slots // stripes
+            high = first_slot + (number + 1) * slots // stripes
             edges, first_samples = line.slices(low, high)
             inside = np.clip(edges, start, stop)
             base = first_samples + inside[:-1] - edges[:-1]
@@ -370,8 +378,10 @@ def _spread(sizes: IntArray, keys: Sequence[int]) -> IntArray:
         keys: Of each round.
     """
     totals = sizes.sum(axis=1)
-    of_round, flat = np.repeat(np.arange(totals.size), totals), sizes.ravel()
-    piece, firsts = np.repeat(np.arange(flat.size), flat), np.cumsum(flat) - flat
+    of_round = np.repeat(np.arange(totals.size), totals)
+    flat = sizes.ravel()
+    piece = np.repeat(np.arange(flat.size), flat)
+    firsts = np.cumsum(flat) - flat
     place = np.arange(piece.size)
     steps = place - (np.cumsum(totals) - totals)[of_round]
     shuffled_pieces = np.lexsort((draws_at(keys, of_round, steps), piece))
@@ -387,7 +397,10 @@ class _Stripe:
     __slots__ = ("_base", "_lengths", "_phase", "_total", "before", "key", "rounds")
 
     def __init__(self, before: int, base: IntArray, lengths: IntArray, buffer: int, key: int) -> None:
-        self.before, self._base, self._lengths, self.key = before, base, lengths, key
+        self.before = before
+        self._base = base
+        self._lengths = lengths
+        self.key = key
         self._total = int(lengths.sum())
         self.rounds = max(1, self._total // max(buffer, lengths.size))
         self._phase = below(key, lengths.size, self.rounds)

@@ -42,11 +42,14 @@ def key_of(*parts: int | str | bytes) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, bytes):
-            tag, raw = b"b", part
+            tag = b"b"
+            raw = part
         elif isinstance(part, str):
-            tag, raw = b"s", part.encode()
+            tag = b"s"
+            raw = part.encode()
         else:
-            tag, raw = b"i", str(int(part)).encode()
+            tag = b"i"
+            raw = str(int(part)).encode()
         digest.update(tag + str(len(raw)).encode() + b":" + raw)
     return int.from_bytes(digest.digest(), "little")
 
@@ -142,7 +145,9 @@ class Permutation:
 
     def at_many(self, places: npt.NDArray[Any]) -> IntArray:
         """Return the numbers at many places, shape as given."""
-        shift, over, under = np.uint64(32), np.uint64(self._high), np.uint64(self._low)
+        shift = np.uint64(32)
+        over = np.uint64(self._high)
+        under = np.uint64(self._low)
         high, low = np.divmod(places.astype(np.uint64), under)
         for even, odd in self._keys:
             high = (high + (_mix64_array(low ^ np.uint64(even)) >> shift)) % over

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 _LANE_UNIT = 24
 """Divides the default number of lanes: it is shared evenly by 1, 2, 3, 4, 6, 8, 12 and 24 ranks."""
-_FEWEST_LANES, _MANY_LANES = 48, 1024
+_FEWEST_LANES = 48
+_MANY_LANES = 1024
 
 
 def default_num_lanes(world_size: int, group_size: int | None = None) -> int:

@@ -235,7 +235,8 @@ def rebuild_index(
     store = open_store(path)
     store.check_root()
     info = read_info(store)
-    shards, checksums = list(info.shard_counts), info.has_checksums
+    shards = list(info.shard_counts)
+    checksums = info.has_checksums
     with Staging(store) as staging:
         counts, part_names, _ = _index(
             store,
@@ -278,7 +279,8 @@ def _index(
     with ExitStack() as stack:
         scan = partial(_scan, store, len(new) >= _MANY, finish, checksums)
         scans = stack.enter_context(closing(map_shards(scan, new, num_workers=num_workers)))
-        writer, indexed = None, None
+        writer = None
+        indexed = None
         if key_index:
             rel = meta_path(INDEX_SQLITE)
             index = staging.path(rel) if in_place is None else store.url(rel)
@@ -327,7 +329,8 @@ def _index(
 
 def _scan(store: Store, keep: bool, find_only: bool, checksums: bool, shard: str) -> ShardRecord | None:
     """Scan a tar, or load the scan of an earlier run; with `find_only`, return None if there is none."""
-    version, name = _version(store, shard), f"{_SCANS}/{shard}{RECORD_SUFFIX}"
+    version = _version(store, shard)
+    name = f"{_SCANS}/{shard}{RECORD_SUFFIX}"
     if store.exists(name):
         with contextlib.suppress(ValueError):
             record = ShardRecord.decode(store.read(name))

@@ -106,12 +106,15 @@ def segments_of(
         lengths: The number of tokens of each.
         padded_lengths: The number of positions of each, if some are padded; default: `lengths`.
     """
-    segments, start = [], 0
+    segments = []
+    start = 0
     for sample, length, room in zip(samples, lengths, padded_lengths or lengths, strict=True):
         if isinstance(sample, dict):
-            key, sources = sample["__key__"], sample.get("__sources__")
+            key = sample["__key__"]
+            sources = sample.get("__sources__")
         else:
-            key, sources = sample.__key__, sample.__sources__
+            key = sample.__key__
+            sources = sample.__sources__
         segments.append(Segment(sources[0].dataset_path if sources else "", key, start, length))
         start += room
     return tuple(segments)

@@ -322,7 +322,8 @@ class SlabPool:
             self._take_back()
             fitting = [at for at, memory in self._free.items() if size <= memory.size <= size + size // _MOST_SPARE]
             memory = self._free.pop(fitting[-1]) if fitting else np.empty(size, dtype=np.uint8)
-            block, address = block_over(memory), memory.ctypes.data
+            block = block_over(memory)
+            address = memory.ctypes.data
             # A block may go anywhere, also under this lock: that it has gone is only noted.
             self._used[address] = weakref.ref(block, lambda _: self._gone.append((address, memory)))
             return block[:size]
@@ -352,7 +353,8 @@ class SlabPool:
         first = rows[0]
         if first.dtype not in _DTYPES or not first.is_cpu or first.layout is not torch.strided:
             return None
-        size, start = first.nbytes, first.data_ptr()
+        size = first.nbytes
+        start = first.data_ptr()
         end = start + len(rows) * size
         if not size or list(map(torch.Tensor.data_ptr, rows)) != list(range(start, end, size)):
             return None
@@ -360,7 +362,8 @@ class SlabPool:
         if lent is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
             return None
         address, base = lent
-        shape, item = first.shape, first.itemsize
+        shape = first.shape
+        item = first.itemsize
         strides = [item * step for step in first.stride()]
         if sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + item != size:
             return None  # a piece of an image: a batch would have gaps
@@ -371,7 +374,8 @@ class SlabPool:
     def adopt_joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return tensors (n, …), adjacent in memory of this pool, as one; None: they must be copied."""
         first = rows[0]
-        bits, start = _BITS.get(first.dtype), first.data_ptr()
+        bits = _BITS.get(first.dtype)
+        start = first.data_ptr()
         if bits is None or not first.is_cpu or first.requires_grad or not first.nbytes:
             return None
         end = start

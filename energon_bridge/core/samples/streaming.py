@@ -53,4 +53,6 @@ try:
 except ImportError:
     pass
 else:
-    divide, copy, STREAMS = _divide, _copy, True
+    divide = _divide
+    copy = _copy
+    STREAMS = True

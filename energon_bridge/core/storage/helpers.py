@@ -88,7 +88,8 @@ def at_rest(seconds: float = _REST_SECONDS) -> Iterator[None]:
 
 def _after_fork() -> None:
     global _rest, _running
-    _rest, _running = threading.Condition(threading.Lock()), 0
+    _rest = threading.Condition(threading.Lock())
+    _running = 0
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -259,7 +259,9 @@ class LocalStore(Rooted):
         if self._way_to_files() == "helper":
             return [self.read_range(rel, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
         file = self._open(rel)
-        descriptor, pread, blocks = file.descriptor, os.pread, []
+        descriptor = file.descriptor
+        pread = os.pread
+        blocks = []
         at_once = _LARGE if self._way == "direct" else _PROBED - 1
         for offset, length in zip(offsets, lengths, strict=True):
             try:

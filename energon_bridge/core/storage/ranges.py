@@ -23,7 +23,8 @@ def merged(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, in
     """Return the spans to read for some ranges, in file order: (low, high, numbers of the ranges in it)."""
     spans: list[tuple[int, int, list[int]]] = []
     for number in sorted(range(len(offsets)), key=offsets.__getitem__):
-        low, high = offsets[number], offsets[number] + lengths[number]
+        low = offsets[number]
+        high = offsets[number] + lengths[number]
         if low == high:
             continue
         if spans and low - spans[-1][1] <= _GAP:

@@ -308,11 +308,13 @@ class PartIndex:
         if self._pid != os.getpid():
             # A fork copied a connection that is not ours, and perhaps a lock that a thread of the parent held.
             self._let_go()
-            self._lock, self._pid = threading.Lock(), os.getpid()
+            self._lock = threading.Lock()
+            self._pid = os.getpid()
         return self._lock
 
     def _let_go(self) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is None:
             return
         if self._pid == os.getpid():

@@ -54,7 +54,9 @@ class FollowedDraws(Draws):
 
     def follow(self, state: LaneState) -> None:
         """Go to another position."""
-        self.draw, self.taken, self._sums = state.draw, state.taken, state.sums
+        self.draw = state.draw
+        self.taken = state.taken
+        self._sums = state.sums
         self.leaf_draws = list(state.leaf_draws)
 
     def sums(self) -> tuple[int, ...]:
@@ -83,8 +85,10 @@ class SharedBuffer:
         turns: Collection[int],
         reading: dict[int, SharedBuffer],
     ) -> None:
-        self._pipeline, self._turns = pipeline, turns
-        self._number, self._reading = number, reading
+        self._pipeline = pipeline
+        self._turns = turns
+        self._number = number
+        self._reading = reading
         self._sharers = pipeline.settings.num_lanes // pipeline.leaves[0].order.num_lanes
         self._origin = state.origin
         self._draws = Draws(number, pipeline, blend, state)
@@ -126,7 +130,9 @@ class SharedBuffer:
         if self._reading.get(self._number, self) is not self:
             self._pipeline.cursors.drop(self._number)
         self._reading[self._number] = self
-        counts, judge, before = Counts(), self._pipeline.judge, self._at
+        counts = Counts()
+        judge = self._pipeline.judge
+        before = self._at
         reported = judge.taken()
         first = before.dealt
         self._packing.select(counts)
@@ -144,7 +150,8 @@ class SharedBuffer:
         self._pipeline.budget.keep(self)
 
     def _state(self) -> LaneState:
-        draws, packing = self._draws, self._packing
+        draws = self._draws
+        packing = self._packing
         return LaneState(
             0,
             draws.draw,
@@ -176,7 +183,8 @@ class SharedBuffers:
     def __init__(
         self, pipeline: Pipeline, blend: AnyBlend | None, lanes: Collection[int], states: Mapping[int, LaneState]
     ) -> None:
-        self._pipeline, self._blend = pipeline, blend
+        self._pipeline = pipeline
+        self._blend = blend
         self._streams = pipeline.leaves[0].order.num_lanes
         fresh = LaneState.fresh(len(pipeline.leaves))
         self._seen = {lane: states.get(lane) or fresh for lane in lanes}
@@ -185,7 +193,8 @@ class SharedBuffers:
 
     def packs(self, lane: int, counts: Counts) -> tuple[list[list[BatchRow]], LaneState]:
         """Return a lane's packs of the next selection, and the buffer after it."""
-        stream, turn = lane % self._streams, lane // self._streams
+        stream = lane % self._streams
+        turn = lane // self._streams
         key = key_of(self._seen[lane])
         buffer, selection = self._found(stream, lane, key)
         if turn == 0:
@@ -232,7 +241,9 @@ class DealtPacking(Packing):
         super().__init__(draws, pipeline, state, rules)
         self._buffer.clear()  # only as references, in `_waiting`
         self._to_restore.clear()
-        self._lane, self._followed, self._buffers = lane, draws, buffers
+        self._lane = lane
+        self._followed = draws
+        self._buffers = buffers
 
     def settle(self, rows: int, counts: Counts) -> None:
         """Take packs until there are enough for the next microbatch."""

@@ -28,7 +28,8 @@ from energon_bridge.core.stream.user_code import BegunDraw
 from energon_bridge.core.stream.values import FailedSample, RestoreKey
 
 _NOTHING = SampleColumns([], [], [], [])
-_BYTES, _ENCODED_AGAIN = COLUMNS.index("bytes"), COLUMNS.index("encoded_again")
+_BYTES = COLUMNS.index("bytes")
+_ENCODED_AGAIN = COLUMNS.index("encoded_again")
 _BARREN = 1000
 """Draws without a result that are always tolerated before the stream counts as barren."""
 
@@ -65,7 +66,9 @@ class Draws:
         bucket: str = "",
     ) -> None:
         self.number = number
-        self._pipeline, self.rows, self._of_bucket = pipeline, rows or pipeline.rows, bucket
+        self._pipeline = pipeline
+        self.rows = rows or pipeline.rows
+        self._of_bucket = bucket
         self._number_of = pipeline.sample_numbers(number)
         self.draw = state.draw
         self.taken = state.taken
@@ -130,9 +133,11 @@ class Draws:
 
     def give_up_if_barren(self, since: int) -> None:
         """Raise if so many draws gave nothing that the loop would never end."""
-        draws, pipeline = self.draw - since, self._pipeline
+        draws = self.draw - since
+        pipeline = self._pipeline
         if draws > _BARREN and draws > 10 * pipeline.num_samples:
-            where, left = "", "nothing is left to train on"
+            where = ""
+            left = "nothing is left to train on"
             if self._of_bucket:
                 where = f" from bucket {self._of_bucket}"
                 left = (
@@ -147,11 +152,13 @@ class Draws:
         """Wait for the next loaded draws; load them now if nothing is under way."""
         if not len(self._loading):
             self._schedule_up_to(self.draw + len(self._begun) + draws)
-        self._loaded, self._at = self._loading.take(), 0
+        self._loaded = self._loading.take()
+        self._at = 0
 
     def _next(self) -> _Draw:
         """Take the next of the loaded draws."""
-        loaded, at = self._loaded, self._at
+        loaded = self._loaded
+        at = self._at
         self._at += 1
         return _Draw(loaded.leaves[at], loaded.sizes[at], loaded.keys[at], loaded.samples[at])
 
@@ -178,7 +185,8 @@ class Draws:
     def _encode_draw(self, counts: Counts) -> None:
         """Encode the next draw into `_outputs`."""
         leaf, size, key, sample, begun = self._begun.popleft() if self._begun else self._next()
-        self._outputs_of, self._outputs_size = leaf, size
+        self._outputs_of = leaf
+        self._outputs_size = size
         again = bool(self.taken)
         if self._number_of is not None:
             NUMBER.set(self._number_of(self.draw))
@@ -194,17 +202,21 @@ class Draws:
         if left:
             self.taken += 1
             return
-        self.draw, self.taken = self.draw + 1, 0
+        self.draw += 1
+        self.taken = 0
         self.leaf_draws[leaf] += 1
 
     def _take(self, wanted: int, out: SampleColumns, counts: Counts, *, waits: bool) -> None:
         """Take up to `wanted` draws as they are, since no user code sees single samples."""
-        loaded, low = self._loaded, self._at
+        loaded = self._loaded
+        low = self._at
         high = min(low + wanted, len(loaded.keys))
         self._at = high
         self.draw += high - low
-        keys, samples = loaded.keys[low:high], loaded.samples[low:high]
-        leaves, sizes = loaded.leaves[low:high], loaded.sizes[low:high]
+        keys = loaded.keys[low:high]
+        samples = loaded.samples[low:high]
+        leaves = loaded.leaves[low:high]
+        sizes = loaded.sizes[low:high]
         drawn = set(leaves)
         for leaf in drawn:
             self.leaf_draws[leaf] += leaves.count(leaf)
@@ -224,7 +236,8 @@ class Draws:
     # Scheduling ------------------------------------------------------------------------------------------------------
 
     def _schedule_up_to(self, draw: int) -> None:
-        pipeline, chooser = self._pipeline, self._chooser
+        pipeline = self._pipeline
+        chooser = self._chooser
         while chooser.draw < draw:
             count = min(pipeline.chunk, draw - chooser.draw)
             into = self._slab_row() if pipeline.slabs is not None else None
@@ -476,7 +489,8 @@ def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
         refs = [SampleRef(leaf, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
         pipeline.decode_deferred([sample for sample, _ in members])
         samples = [code.post(sample, ref, None) for (sample, _), ref in zip(members, refs, strict=True)]
-        row, leaf = code.pack(samples, refs, None)[output], members[0][1]
+        row = code.pack(samples, refs, None)[output]
+        leaf = members[0][1]
     else:
         row, leaf = _restore_one(pipeline, key)
         if pipeline.own.by_length:

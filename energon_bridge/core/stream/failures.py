@@ -126,7 +126,8 @@ def place_in(sample: Any) -> SamplePlace | None:
     sources = said("__sources__", None)
     if not sources:
         return None
-    source, key = sources[0], str(said("__key__", ""))
+    source = sources[0]
+    key = str(said("__key__", ""))
     parts = tuple(name.removeprefix(f"{key}.") for name in source.file_names)
     more = ", ".join(f"shard {other.shard_name} of {other.dataset_path}" for other in sources[1:3])
     note = f"joined with {more}" if more else ""
@@ -168,7 +169,8 @@ def lines_in(file: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
         data = file.read_bytes()
     except OSError as error:
         raise StorageError(f"{file}: cannot read the quarantine file: {error}") from error
-    made, foreign = [], 0
+    made = []
+    foreign = 0
     for line in data.split(b"\n"):
         try:
             made.append(make(json.loads(line)))
@@ -238,7 +240,8 @@ class FailureLog:
     """
 
     def __init__(self, *, messages: int, quarantine: str | os.PathLike[str] | None) -> None:
-        self._messages, self._quarantine = messages, quarantine
+        self._messages = messages
+        self._quarantine = quarantine
         self._said: set[tuple[str, int, str, int]] = set()
         self._kinds: Counter[tuple[str, str, str]] = Counter()
         self._quarantined: dict[Path, set[Named]] = {}

@@ -75,8 +75,12 @@ class PassRows:
         what: str = "samples",
         ends: Sequence[int] | None = None,
     ) -> None:
-        self._pipeline, self._picks, self._make = pipeline, picks, make
-        self.count, self.what, self.ends = count, what, ends
+        self._pipeline = pipeline
+        self._picks = picks
+        self._make = make
+        self.count = count
+        self.what = what
+        self.ends = ends
         self._ahead: dict[int, PendingLoads] = {}
 
     def prepare(self, start: int, stop: int) -> None:
@@ -167,7 +171,8 @@ class FiniteStream:
         Raises:
             EmptyDatasetError: Every sample of the dataset was skipped.
         """
-        counts, others = Counts(), range(number, number + self._microbatches)
+        counts = Counts()
+        others = range(number, number + self._microbatches)
         masks = self.pipeline.conventions.masks
         if number < self._microbatches or not masks:
             batch, rows = self._made(number, counts)
@@ -246,10 +251,12 @@ def listing_of_pass(pipeline: Pipeline, draws: PassDraws) -> tuple[Listing, Coun
     Raises:
         EmptyDatasetError: There are draws, but every one of them was left out.
     """
-    run, groups = pipeline.settings.run, pipeline.own.groups
+    run = pipeline.settings.run
+    groups = pipeline.own.groups
     enough = math.inf if run.limit is None else run.limit * pipeline.settings.config.dp_size
     logger.info("%s %d samples before the pass starts", "grouping" if groups else "packing", draws.num_draws)
-    counts, listing = Counts(), Listing(rows=(), ends=None)
+    counts = Counts()
+    listing = Listing(rows=(), ends=None)
     try:
         if run.packing_buffer_size is not None:
             most = math.inf if groups else enough * run.rows
@@ -325,7 +332,8 @@ def _list_groups(pipeline: Pipeline, rows: PassRows, enough: float, counts: Coun
         if len(batches) >= enough:
             break
     else:
-        drop, rank = run.batch_drop_last, pipeline.settings.config.dp_rank
+        drop = run.batch_drop_last
+        rank = pipeline.settings.config.dp_rank
         batches += [] if drop else groups.left()
         if drop and rank == 0 and groups.num_rows > _NOTABLE * rows.count:
             logger.warning("%s: batch_drop_last drops %s, of %d of a pass", pipeline.paths, groups, rows.count)

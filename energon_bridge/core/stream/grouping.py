@@ -157,7 +157,8 @@ class Grouping:
     ) -> list[BatchRow]:
         """Return the rows of the next full group."""
         if self._waiting:
-            waiting, self._waiting = remake(self._waiting), []
+            waiting = remake(self._waiting)
+            self._waiting = []
             for row in waiting:
                 full = self._add(row, counts)
                 assert not full, "a group that waits is not full"
@@ -204,7 +205,8 @@ class Grouping:
 
         What is waiting after a microbatch is in the state, so that a resumed run stops at the same one.
         """
-        pipeline, rows = self._pipeline, self._groups.num_rows
+        pipeline = self._pipeline
+        rows = self._groups.num_rows
         if rows <= _FEWEST // _WARNING:
             return
         most = most_waiting(pipeline.num_samples, self._groups.largest)

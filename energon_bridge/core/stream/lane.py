@@ -117,7 +117,8 @@ class Lane:
         if self._buckets:
             self._draws = self._bucket(self._microbatches) or self._draws
         with self._pipeline.user_code():
-            first, attempts = self._draws.draw, 0
+            first = self._draws.draw
+            attempts = 0
             while not self._batches:
                 if attempts > _BARREN:
                     self._draws.give_up_if_barren(first)
@@ -126,7 +127,8 @@ class Lane:
             batch = self._batches.popleft()
             self._batches_taken += 1
             if not self._batches:
-                self._batched, self._batches_taken = [], 0
+                self._batched = []
+                self._batches_taken = 0
             self._microbatches += 1
             if self._packing is not None:
                 self._packing.settle(self._pipeline.rows, counts)
@@ -163,11 +165,13 @@ class Lane:
 
     def _batch(self, counts: Counts) -> None:
         """Make the next batches; none if a hook refuses the rows."""
-        pipeline, skip = self._pipeline, 0
+        pipeline = self._pipeline
+        skip = 0
         pipeline.begin(self.number, self._microbatches - (self._batches_taken if self._batched else 0))
         if self._batched:  # restored: leave out what was delivered
             rows = self._made_again(self._batched, counts)
-            skip, counts = self._batches_taken, Counts()
+            skip = self._batches_taken
+            counts = Counts()
             self._batches_taken = 0
         elif self._grouping is not None:
             rows = self._grouping.take(lambda: self._next_row(counts), lambda r: self._made_again(r, counts), counts)
@@ -254,7 +258,8 @@ class LaneStreams:
 
 def reported(stream: Stream, unit: int) -> LaneBatch:
     """Return the next microbatch of a unit with the failures on its way, watched by the watchdog."""
-    pipeline, start = stream.pipeline, time.perf_counter()
+    pipeline = stream.pipeline
+    start = time.perf_counter()
     watchdog = pipeline.watchdog
     try:
         if watchdog is None:

@@ -185,9 +185,13 @@ class LeafSource:
     def __init__(
         self, leaf: Leaf, settings: StreamSettings, decoder: Any, activities: Activities, stores: StorePool
     ) -> None:
-        run, dataset = settings.run, leaf.dataset
-        tolerant, checksums = run.error_policy.damaged_shards == "skip", run.checksums
-        self.leaf, self.path, self.user_key = leaf, dataset.path, user_key_of(leaf)
+        run = settings.run
+        dataset = leaf.dataset
+        tolerant = run.error_policy.damaged_shards == "skip"
+        checksums = run.checksums
+        self.leaf = leaf
+        self.path = dataset.path
+        self.user_key = user_key_of(leaf)
         self.cook = cook_of(run.task_encoder, dataset, leaf.aux, stores, run.cache_pool)
         self.reader: Reader
         self.values: Parser
@@ -216,7 +220,8 @@ class LeafSource:
     def place(self, index: int) -> SamplePlace:
         """Name a sample with its key and parts, which are read again for that."""
         shard, _ = self.reader.place_of(index)
-        key, parts = "", _NO_PARTS
+        key = ""
+        parts = _NO_PARTS
         with contextlib.suppress(Exception):  # the caller already has an error to report
             (raw,) = self.reader.read(np.array([index], dtype=np.int64))
             key, parts = self.values.name_of(raw, index)

@@ -152,10 +152,14 @@ class PackBuffer:
     def __init__(
         self, size: int, held: BufferedRefs, target: int, rules: PackRules, dealt: int = 0, turn: Turn = _ALL
     ) -> None:
-        self._size, self.target, self._rules = size, target, rules
-        self.dealt, self._turn = dealt, turn
+        self._size = size
+        self.target = target
+        self._rules = rules
+        self.dealt = dealt
+        self._turn = turn
         stages, lengths, numbers = held.rows.T
-        packs, waiting = stages == Stage.PACK, stages == Stage.BUFFER
+        packs = stages == Stage.PACK
+        waiting = stages == Stage.BUFFER
         self.sizes: IntArray = lengths[packs]
         self.taken = int(numbers[packs][0]) if packs.any() else 0
         self._packed: IntArray = held.members[np.repeat(packs, lengths)]
@@ -173,7 +177,8 @@ class PackBuffer:
         Args:
             draw: The next draw of the leaf, if there is one leaf.
         """
-        here, more = len(self.members), attempt * max(1, self._size // 4)
+        here = len(self.members)
+        more = attempt * max(1, self._size // 4)
         left = self.left(draw)
         if left is None:
             return max(0, self.target + more - here)
@@ -228,18 +233,23 @@ class PackBuffer:
     def follow(self, packs: Sequence[IntArray], waiting: BufferedRefs, *, target: int, dealt: int) -> None:
         """Append packs of a shared buffer; what waits there waits here from now on."""
         self._append(packs)
-        self.members, self._waits = waiting.members, waiting.rows[:, 2]
-        self.target, self.dealt = target, dealt
+        self.members = waiting.members
+        self._waits = waiting.rows[:, 2]
+        self.target = target
+        self.dealt = dealt
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
         """Drop the other samples of the buffer."""
-        self.members, self._waits = self.members[kept], self._waits[kept]
+        self.members = self.members[kept]
+        self._waits = self._waits[kept]
 
     def take(self, packs: int) -> tuple[IntArray, IntArray]:
         """Remove the first packs; return their sizes, and the references of their samples."""
-        sizes, self.sizes = self.sizes[:packs], self.sizes[packs:]
+        sizes = self.sizes[:packs]
+        self.sizes = self.sizes[packs:]
         end = int(sizes.sum())
-        members, self._packed = self._packed[:end], self._packed[end:]
+        members = self._packed[:end]
+        self._packed = self._packed[end:]
         self.taken = 0
         return sizes, members
 
@@ -353,7 +363,8 @@ class Packing:
 
     def take(self, counts: Counts) -> BatchRow:
         """Return the next row; select if no pack is left."""
-        first, selections = self._draws.draw, 0
+        first = self._draws.draw
+        selections = 0
         while not self._outputs:
             if not self._packs:
                 if selections > EMPTY_SELECTIONS:
@@ -374,7 +385,8 @@ class Packing:
 
     def take_microbatch(self, counts: Counts) -> list[BatchRow]:
         """Return the rows of the next microbatch that was selected by length; selects where none is left."""
-        first, selections = self._draws.draw, 0
+        first = self._draws.draw
+        selections = 0
         while True:
             if self._packs:
                 rows = self._with_contents(self._packs[0], counts)
@@ -400,7 +412,8 @@ class Packing:
 
     def _select_for(self, rows: int, counts: Counts) -> None:
         """Select until there are packs for a microbatch."""
-        first, selections = self._draws.draw, 0
+        first = self._draws.draw
+        selections = 0
         while len(self._packs) < rows:
             if selections > rows + EMPTY_SELECTIONS:
                 self._draws.give_up_if_barren(first)
@@ -461,7 +474,8 @@ class Packing:
 
     def _fill_for(self, attempt: int, counts: Counts) -> bool:
         """Draw what a selection needs; return whether all that waits should leave, since an epoch ends."""
-        first, waiting = self._draws.draw, self._waiting
+        first = self._draws.draw
+        waiting = self._waiting
         while True:
             self._fill(waiting.missing(attempt, self._draws.leaf_draws[0]), counts)
             if len(waiting.members) or waiting.left(self._draws.leaf_draws[0]) is None:
@@ -470,7 +484,8 @@ class Packing:
 
     def _moved(self, packs: list[list[BatchRow]], counts: Counts) -> None:
         """Move rows of the buffer into packs; give up those that too many selections have left over."""
-        rows, places = self._buffer, {id(row): place for place, row in enumerate(self._buffer)}
+        rows = self._buffer
+        places = {id(row): place for place, row in enumerate(self._buffer)}
         chosen = self._waiting.without_repeats([[places[id(row)] for row in pack] for pack in packs])
         late = self._waiting.select(chosen)
         self._packs.extend([rows[place] for place in pack] for pack in chosen)
@@ -597,7 +612,8 @@ def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, ag
     members: list[BatchRow] = []
     pipeline.decode_deferred([row.content for row in rows])
     for row in rows:
-        content, row.content = row.content, None
+        content = row.content
+        row.content = None
         with pipeline.adopting():
             row.content = pipeline.code.post(content, row.members[0], counts, again=again)
         if row.content is not None:

@@ -59,7 +59,9 @@ class Sources:
 
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings, activities: Activities) -> None:
         self.decoder = decoder_of(settings.run.task_encoder)
-        self._leaves, self._settings, self._activities = leaves, settings, activities
+        self._leaves = leaves
+        self._settings = settings
+        self._activities = activities
         self._stores = StorePool(self.decoder)
         self._open: list[LeafSource | None] = [None] * len(leaves)
 
@@ -88,8 +90,10 @@ class Pipeline:
 
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings) -> None:
         self.leaves = leaves
-        self.settings, run = settings, settings.run
-        self.rows, self.conventions = run.rows, run.conventions
+        self.settings = settings
+        run = settings.run
+        self.rows = run.rows
+        self.conventions = run.conventions
         makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
         words = () if settings.worker is None else settings.worker.words
         self.activities = Activities(words[1:])
@@ -119,7 +123,8 @@ class Pipeline:
         self.chunk: int = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
 
     def _new_watchdog(self) -> Watchdog | None:
-        settings, worker = self.settings, self.settings.worker
+        settings = self.settings
+        worker = self.settings.worker
         if settings.watchdog is None:
             return None
         where = f"rank {settings.config.dp_rank}"
@@ -181,7 +186,8 @@ class Pipeline:
 
     def _columns(self, of: DrawSpan, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
         if of.banned:
-            identity, buffer = self.leaves[of.leaf].identity, of.round
+            identity = self.leaves[of.leaf].identity
+            buffer = of.round
             drawn = zip(
                 buffer.indices[of.low : of.high].tolist(), buffer.epochs[of.low : of.high].tolist(), strict=True
             )
@@ -266,7 +272,8 @@ class Pipeline:
         With `again`, the hooks' own counts were counted before. `begun` is what `begin` made of the draw.
         """
         identity, index, epoch, _ = key
-        ref, source = (leaf, index, epoch, 0), self.source(leaf)
+        ref = (leaf, index, epoch, 0)
+        source = self.source(leaf)
         if type(sample) is PendingSample:
             sample = self.steps.made(sample, ref, counts)
         if type(sample) is FailedSample:
@@ -311,7 +318,8 @@ class Pipeline:
             self.conventions.attach(batches[0], "__restore_key__", keys[0])
         else:
             _, index, epoch, output = keys[0][2][0] if keys[0][0] == "Pack" else keys[0]
-            ref, whole = (leaves[0], index, epoch, output), self._shown(lane, number)
+            ref = (leaves[0], index, epoch, output)
+            whole = self._shown(lane, number)
             start = time.perf_counter()
             try:
                 with self.lending(), self.adopting():
@@ -397,7 +405,8 @@ class Pipeline:
 
     def flush_reports(self) -> None:
         """Flush failure reports that no later microbatch will carry."""
-        reports, failure_log = self.judge.taken(), self.settings.failure_log
+        reports = self.judge.taken()
+        failure_log = self.settings.failure_log
         if reports and failure_log is not None:
             failure_log.write(reports, self.settings.config.dp_rank, self.settings.config.dp_size)
 
@@ -405,7 +414,8 @@ class Pipeline:
         """Set up the hook context and restore the global generators afterwards; a no-op without user hooks."""
         if not (restoring or self.own.present):
             return AS_IT_IS
-        run, config = self.settings.run, self.settings.config
+        run = self.settings.run
+        config = self.settings.config
         put_back = restoring or not config.num_workers  # a worker's generators are its own
         return running_hooks(run.cache_pool, self.steps.tally, put_back=put_back, config=config)
 
@@ -483,12 +493,14 @@ class PickedLoad:
         self._buffers: list[RoundBuffer] = []
         for leaf, places in by_leaf(picks.members[:, 0]):
             at = slice(None) if len(places) == self._size else places
-            indices, epochs = picks.members[at, 1].copy(), picks.members[at, 2].copy()
+            indices = picks.members[at, 1].copy()
+            epochs = picks.members[at, 2].copy()
             banned = None if picks.banned is None else picks.banned[at]
             buffer = RoundBuffer(pipeline.source(leaf).reader, Round(0, indices, epochs), banned)
             self._buffers.append(buffer)
             for low, spans in self._parts:
-                first, end = bisect_left(places, low), bisect_left(places, low + chunk)
+                first = bisect_left(places, low)
+                end = bisect_left(places, low + chunk)
                 if first < end:
                     here = [place - low for place in places[first:end]]
                     span = Span(leaf, buffer, first, end, here)

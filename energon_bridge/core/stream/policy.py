@@ -49,7 +49,8 @@ ALWAYS_FATAL = (
 
 DEFAULT_TOLERANCE = 100
 """Failures of a hook in a row that stop the run by default."""
-_ALIKE_AT_FIRST, _ALIKE_IN_DATASET = 5, 20
+_ALIKE_AT_FIRST = 5
+_ALIKE_IN_DATASET = 20
 _MOST_TOGETHER = 8
 """With this many datasets in a microbatch, nobody can tell which two of them do not go together."""
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
@@ -207,8 +208,11 @@ class FailureTracker:
             return "skipped"
         if isinstance(error, HookTimeoutError):
             raise error
-        name, kind, names = hook.title, type(error).__name__, named(places, members)
-        where, at = f"{names}: {kind}: {text_of(error)}", code_place(error)
+        name = hook.title
+        kind = type(error).__name__
+        names = named(places, members)
+        where = f"{names}: {kind}: {text_of(error)}"
+        at = code_place(error)
         if is_of_the_program(error, self._encoder):
             fatal = OverLongSampleError if isinstance(error, OverLongSampleError) else FatalSampleError
             because = (
@@ -264,7 +268,8 @@ class FailureTracker:
 
     def taken(self) -> tuple[Report, ...]:
         """Return the pending reports and clear them."""
-        reports, self.pending = tuple(self.pending), []
+        reports = tuple(self.pending)
+        self.pending = []
         return reports
 
     def _fails_always(self, error: Exception, hook: Hook, leaves: Mapping[int, str], several: str) -> str:

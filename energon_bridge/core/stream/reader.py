@@ -186,7 +186,8 @@ class LeafReader(ShardReader):
         if self._far is not None:
             self._read_indices(shards)
         local = ordered - (self._ends[shards] - self.dataset.shard_counts[shards])
-        begins, ends = np.empty_like(ordered), np.empty_like(ordered)
+        begins = np.empty_like(ordered)
+        ends = np.empty_like(ordered)
         new_shards = np.flatnonzero(np.diff(shards)) + 1
         for low, high in itertools.pairwise([0, *new_shards.tolist(), ordered.size]):
             offsets = self._index(int(shards[low]))
@@ -198,7 +199,10 @@ class LeafReader(ShardReader):
         starts = begins[firsts]
         lengths = ends[edges[1:] - 1] - starts
         out: list[Any] = [memoryview(b"")] * ordered.size
-        places, begin_list, end_list, edge_list = by_place.tolist(), begins.tolist(), ends.tolist(), edges.tolist()
+        places = by_place.tolist()
+        begin_list = begins.tolist()
+        end_list = ends.tolist()
+        edge_list = edges.tolist()
         wanted = [
             (runs.tolist(), (name, starts[runs].tolist(), lengths[runs].tolist()))
             for name, runs in self._by_shard(shards[firsts], large[firsts])
@@ -206,7 +210,8 @@ class LeafReader(ShardReader):
         for runs, (_, run_starts, _), contents in self._contents(wanted):
             for run, start, content in zip(runs, run_starts, contents, strict=True):
                 data = memoryview(content)
-                low, high = edge_list[run], edge_list[run + 1]
+                low = edge_list[run]
+                high = edge_list[run + 1]
                 if high - low == 1:
                     out[places[low]] = data
                     continue

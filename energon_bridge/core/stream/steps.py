@@ -134,7 +134,10 @@ class Steps:
         leaf_key = self.source(leaf).user_key
 
         def begin(hook: Hook, dataset: Any, index: int, key: str, *words: int) -> None:
-            now.dataset, now.index, now.key, now.hook = dataset, index, key, hook
+            now.dataset = dataset
+            now.index = index
+            now.key = key
+            now.hook = hook
             seed_everything(fold(leaf_key, *((hook.key, *words) if hook.key else ())))
 
         SAMPLE.set((leaf_key, index, epoch))
@@ -170,7 +173,8 @@ class Steps:
             FatalSampleError: The run stops.
         """
         now = self.now
-        hook, given = hook or now.hook, now.sample
+        hook = hook or now.hook
+        given = now.sample
         assert hook is not None
         now.rest()
         name = "skipped"
@@ -206,8 +210,13 @@ class Step:
     ) -> Self:
         """Work on a sample, or on members of which it is the first; draws and batches use one step again and again."""
         now = self._now
-        now.hook, now.sample = self.hook, argument
-        self._key, self._ref, self._counts, self._members, self._again = key, ref, counts, members, again
+        now.hook = self.hook
+        now.sample = argument
+        self._key = key
+        self._ref = ref
+        self._counts = counts
+        self._members = members
+        self._again = again
         return self
 
     def begin(self, hook: Hook, *words: int) -> None:
@@ -223,7 +232,8 @@ class Step:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        steps, now = self._steps, self._now
+        steps = self._steps
+        now = self._now
         if steps.tally:
             self._take_tally()
         if error is None:

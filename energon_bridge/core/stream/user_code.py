@@ -57,8 +57,10 @@ class OwnHooks:
 
     def __init__(self, encoder: Any, *, selects: Selection = None, makes: bool = False) -> None:
         name = type(encoder).__name__
-        packs, self.by_length = selects == "packs", selects == "microbatches"
-        pre, self.posts = is_overridden(encoder, Hook.PREENCODE), is_overridden(encoder, Hook.POSTENCODE)
+        packs = selects == "packs"
+        self.by_length = selects == "microbatches"
+        pre = is_overridden(encoder, Hook.PREENCODE)
+        self.posts = is_overridden(encoder, Hook.POSTENCODE)
         encodes = is_overridden(encoder, Hook.ENCODE)
         if encodes and (pre or self.posts):
             raise ConfigurationError(
@@ -149,7 +151,8 @@ class HookRunner:
 
     def begin(self, sample: Any, source: Source, ref: Ref) -> BegunDraw:
         """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
-        begun, tally = BegunDraw(), self.steps.tally
+        begun = BegunDraw()
+        tally = self.steps.tally
         with begun:
             begun.encoded = self._first_of(
                 self._draw.on(sample, source.user_key, ref, None, False), sample, source.cook
@@ -256,7 +259,8 @@ class HookRunner:
                     f"{self._where} returned {got}: return the group and its batch size (None: that of the loader), or "
                     "raise SkipSample"
                 )
-            key, most = group_key(given[0], self._where), given[1]
+            key = group_key(given[0], self._where)
+            most = given[1]
             size = None if most is None else whole_number(most)
             if most is not None and (size is None or size < 1):
                 raise FatalSampleError(

@@ -96,14 +96,18 @@ class Parser:
         self._activities = activities
         self._identity = identity
         self._dataset = dataset
-        self.leaf_key, self.barred = 0, frozenset[int]()
+        self.leaf_key = 0
+        self.barred = frozenset[int]()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
         """Return for each draw [low, high) of a round its key, and what `make` makes of it."""
         drawn = buffer.indices[low:high]
-        indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
+        indices = drawn.tolist()
+        shards = buffer.reader.shards_of(drawn).tolist()
         now = self._activities.mine()
-        now.dataset, now.index, now.hook = self._dataset, indices[0], Hook.READ
+        now.dataset = self._dataset
+        now.index = indices[0]
+        now.hook = Hook.READ
         raws: list[Any] = buffer.fetch(low, high, ahead=ahead)
         if self.barred:
             raws = [_lost(raw) if index in self.barred else raw for raw, index in zip(raws, indices, strict=True)]
@@ -144,10 +148,13 @@ class SampleParser(Parser):
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
         dataset, (raws, indices, shards, restore_keys) = self._dataset, drawn
-        path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
+        path = dataset.path
+        names = dataset.shard_names
+        excluded = dataset.excluded
         source_path = dataset.source_path or path
         now = self._activities.mine()
-        now.dataset, now.hook = dataset, Hook.READ
+        now.dataset = dataset
+        now.hook = Hook.READ
         attempt = Attempt()
         parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
         each = zip(raws, shards, strict=True)
@@ -168,7 +175,8 @@ class SampleParser(Parser):
             images = self._decode_into(into[0], *self._turns(parsed, indices, rows))
         out: list[Any] = []
         words, decodes, new = now.words, self._decode is not None, tuple.__new__  # half the time of `SourceInfo(…)`
-        decode, field_map = Hook.DECODE, Hook.FIELD_MAP
+        decode = Hook.DECODE
+        field_map = Hook.FIELD_MAP
         columns = zip(parsed, indices, shards, restore_keys, rows, strict=True)
         while len(out) < len(raws):
             with attempt:
@@ -177,7 +185,9 @@ class SampleParser(Parser):
                         out.append(one)
                         continue
                     key, parts = one
-                    now.index, now.key, hook = index, key, decode
+                    now.index = index
+                    now.key = key
+                    hook = decode
                     if decodes:
                         words[INDEX] = restore_key[1]  # in a join: its row
                     source = new(SourceInfo, (source_path, index, names[shard], tuple(map(f"{key}.".__add__, parts))))
@@ -185,7 +195,8 @@ class SampleParser(Parser):
                     hook = field_map
                     out.append(self._sample(key, restore_key, source, values))
                 break
-            error, there = attempt.error, tuple(parts)
+            error = attempt.error
+            there = tuple(parts)
             if isinstance(error, FieldAccessError):  # an ignored part may be the one to name
                 with contextlib.suppress(StorageError):
                     there = self.name_of(raws[len(out)], index)[1]
@@ -304,7 +315,8 @@ class CodeValues(SampleParser):
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
         now = self._activities.mine()
-        now.dataset, now.hook = self._dataset, Hook.DECODE
+        now.dataset = self._dataset
+        now.hook = Hook.DECODE
         out: list[Any] = []
         for one in zip(drawn.raws, drawn.indices, drawn.shards, drawn.restore_keys, strict=True):
             row = None if into is None else (into[0], into[1][len(out)])
@@ -320,8 +332,11 @@ class CodeValues(SampleParser):
         row: tuple[Slab, int] | None = None,
         begin: Begin | None = None,
     ) -> Any:
-        dataset, now = self._dataset, self._activities.mine()
-        key, hook, parts = "", Hook.READ, NO_PARTS
+        dataset = self._dataset
+        now = self._activities.mine()
+        key = ""
+        hook = Hook.READ
+        parts = NO_PARTS
         name = dataset.shard_names[shard]
         attempt = Attempt()
         with attempt:

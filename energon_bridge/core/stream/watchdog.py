@@ -89,7 +89,8 @@ class Activity:
 
     def __str__(self) -> str:
         """Name hook and sample, without reading a file or showing content."""
-        sample, dataset = self.sample, self.dataset
+        sample = self.sample
+        dataset = self.dataset
         if self.hook is None:
             return "no hook"
         hook = self.hook.title
@@ -247,12 +248,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         settings = self._settings
-        watched, reported = -1, 0
+        watched = -1
+        reported = 0
         while not self._is_stopped_within(settings.interval):
             with self._lock:
-                since, made = self._since, self._made
+                since = self._since
+                made = self._made
                 if made != watched:
-                    watched, reported = made, 0
+                    watched = made
+                    reported = 0
                 if since is None:
                     continue
                 allowed = settings.allowed(made)

@@ -169,7 +169,8 @@ class AVDecoder:
         try:
             return read(lambda: self._video_of(media))
         except PacketsDifferError:
-            self._video, self._tells = None, False
+            self._video = None
+            self._tells = False
             return read(lambda: self._video_of(media))
 
     def _audio_of(self, media: Media) -> AudioReader:
@@ -313,7 +314,9 @@ class AVDecoder:
                 raise beyond(media, f"{unit[:-1]} {begin:g}", f"{reader.count} frames")
             limit = math.inf if number is None or math.isinf(end) else int(end) - number + 1
             last = math.inf if number is not None or math.isinf(end) else ticks(end, reader.base)
-            rows, until, start = [], first, None
+            rows = []
+            until = first
+            start = None
             for frame in reader.frames(first):
                 start = frame.pts if start is None else start
                 until = reader.end_of(frame)
@@ -423,12 +426,14 @@ class AVDecoder:
 
     def get_time_range(self, *, video: bool, audio: bool) -> tuple[float, float]:
         """Return the time range that has both video and sound, or the one requested. Raises DecodeError."""
-        begins, ends = [Fraction(0)], []
+        begins = [Fraction(0)]
+        ends = []
         with self._opened() as media:
             for kind in [*(["video"] if video else []), *(["audio"] if audio else [])]:
                 stream = media.stream(kind)
                 self._video = self._audio = None
-                begin, length = start_of(stream), known_length(media, stream)
+                begin = start_of(stream)
+                length = known_length(media, stream)
                 if length is None and kind == "video":
                     length = self._reading(media, lambda reader: reader().length())
                 elif length is None:
@@ -580,9 +585,11 @@ def get_clips_uniform(
         def clips_until(end: float) -> AVData:
             if clip_duration_seconds == 0:
                 half = decoder._frame_seconds() / 2 if request_video else 0.0
-                first, last = begin + half, max(begin, end - half)
+                first = begin + half
+                last = max(begin, end - half)
             else:
-                first, last = begin, max(begin, end - clip_duration_seconds)
+                first = begin
+                last = max(begin, end - clip_duration_seconds)
             ranges = [(float(at), float(at + clip_duration_seconds)) for at in np.linspace(first, last, num_clips)]
             return decoder.get_clips(
                 video_clip_ranges=ranges if request_video else None,

@@ -53,7 +53,9 @@ def _is_unknown(length: int) -> bool:
 
 
 def _end_of_wave(file: BinaryIO, size: int) -> int | None:
-    order, large, at = "<", 0, 12
+    order = "<"
+    large = 0
+    at = 12
     file.seek(0)
     if file.read(4) == b"RIFX":
         order = ">"

@@ -22,7 +22,8 @@ def tells_frames(media: Media) -> bool:
     empty or double packets; MPEG-1 and -2, whose frames may lack times; H.264 with fields, each in a packet of its own;
     several edits of an MP4; AVI, which has no presentation times; containers of broadcasts.
     """
-    stream, form = media.stream("video"), media.container.format.name
+    stream = media.stream("video")
+    form = media.container.format.name
     codec = stream.codec_context.codec
     if "avi" in form:
         return bool(codec.intra_only)
@@ -41,7 +42,9 @@ def _has_one_edit(media: Media, stream: Any) -> bool:
     every = range(len(entries))
     if len(entries) == stream.frames:  # each packet once, in the common case: some places tell
         every = range(0, len(entries), 1 + len(entries) // _MAX_ENTRIES)
-    at, shown, keys = -1, False, 0
+    at = -1
+    shown = False
+    keys = 0
     for number in every:
         entry = entries[number]
         keys += entry.is_keyframe and shown
@@ -81,7 +84,8 @@ def _vp9_shows(data: memoryview) -> bool:
 def _vp9_frames(data: memoryview) -> Iterator[int]:
     """Yield where the frames of a packet begin: several are a superframe, whose index is at its end."""
     mark = data[-1]
-    count, width = (mark & 7) + 1, (mark >> 3 & 3) + 1
+    count = (mark & 7) + 1
+    width = (mark >> 3 & 3) + 1
     index = 2 + count * width
     if mark & 0xE0 != 0xC0 or len(data) < index or data[-index] != mark:
         yield 0
@@ -101,13 +105,16 @@ _SEQUENCE, _FRAME_HEADER, _FRAME = 1, 3, 6
 def _av1_shows(data: memoryview) -> bool:
     at = 0
     while at < len(data):
-        header, at = data[at], at + 1
-        kind, at = header >> 3 & 15, at + (header >> 2 & 1)
+        header = data[at]
+        at += 1
+        kind = header >> 3 & 15
+        at += header >> 2 & 1
         size = len(data) - at
         if header >> 1 & 1:
             size = shift = 0
             while at < len(data):
-                byte, at = data[at], at + 1
+                byte = data[at]
+                at += 1
                 size |= (byte & 127) << shift
                 shift += 7
                 if byte < 128:
@@ -148,7 +155,8 @@ class _Bits:
     """Reads bits, and numbers of H.264, in Exp-Golomb codes."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+        self._data = data
+        self._at = 0
 
     def take(self, count: int = 1) -> int:
         """Return the next bits as a number; raises IndexError at the end."""

@@ -219,7 +219,8 @@ def _opus_preskip(stream: Any) -> Fraction:
 
 def is_estimate(media: Media) -> bool:
     """Whether libav only estimates a duration, by the rate of the first packets: AAC, AMR, and MP3 without a count."""
-    file, form = media.file, media.container.format.name
+    file = media.file
+    form = media.container.format.name
     if form != "mp3":
         return form in ("aac", "amr", "gsm")
     here = file.tell()  # the container reads on from there
@@ -238,7 +239,8 @@ def links_of(media: Media) -> list[tuple[int, int]]:
 
 def has_all_packets(media: Media) -> bool:
     """Return whether headers show that the file is not cut off: an MP4's index, or the size that an AVI gives."""
-    file, form = media.file, media.container.format.name
+    file = media.file
+    form = media.container.format.name
     here = file.tell()  # the container reads on from there
     size = file.seek(0, io.SEEK_END)
     file.seek(4)

@@ -45,7 +45,8 @@ def _mean_rate(media: Media, reader: Callable[[], Reader]) -> float | None:
     claimed = claimed_rate(media)
     if claimed and "mp4" in media.container.format.name and media.stream("video").frames:
         return float(claimed)
-    frames, length = reader().count, reader().length()
+    frames = reader().count
+    length = reader().length()
     if not length or (claimed and abs(frames - length * claimed) <= 1):  # a header may round the last frame
         return float(claimed) if claimed else None
     return float(frames / length)
@@ -59,7 +60,9 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
 
     Raises DecodeError if a sound is cut off.
     """
-    claimed, start, index = length_of(media, stream), start_of(stream), stream.index
+    claimed = length_of(media, stream)
+    start = start_of(stream)
+    index = stream.index
     form = media.container.format.name
     if media.video is None:
         media.check_end()
@@ -103,7 +106,8 @@ def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:
             media.rewind()
         stream = media.container.streams[index]
         media.only(stream)
-        base, rate = stream.time_base, stream.average_rate if stream.type == "video" else None
+        base = stream.time_base
+        rate = stream.average_rate if stream.type == "video" else None
         usual = round(1 / rate / base) if rate else 0
         end = None
         aim = start_of(stream) + claimed - (_BROADCAST_SECONDS if _is_vague(stream) else 0)
@@ -124,7 +128,8 @@ def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:
 def end_of_frames(media: Media, reader: Callable[[], Reader]) -> float | None:
     """Return when the last frame of a video ends, by its mean duration; None if the file may be cut off."""
     stream = media.stream("video")
-    end, frame = start_of(stream) + (length_of(media, stream) or 0), 1 / (stream.average_rate or 1)
+    end = start_of(stream) + (length_of(media, stream) or 0)
+    frame = 1 / (stream.average_rate or 1)
     if not has_all_packets(media):
         return None
     last = reader().frame_at(ticks(end, reader().base))
@@ -164,7 +169,8 @@ def audio_metadata(media: Media, *, duration: bool = True, num_samples: bool = F
     """Return the requested metadata of the sound."""
     stream = media.stream("audio")
     context = stream.codec_context
-    rate, channels = context.sample_rate, context.channels
+    rate = context.sample_rate
+    channels = context.channels
     counted = stream.time_base * rate <= 1 and context.name.startswith(_EXACT_DURATIONS)
     seconds = known_length(media, stream) if duration or num_samples else None
     count = None

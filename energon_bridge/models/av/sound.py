@@ -124,7 +124,8 @@ class AudioReader:
 
         Raises DecodeError where the file is cut off.
         """
-        packets, last = self._media.container.demux(self._stream), None
+        packets = self._media.container.demux(self._stream)
+        last = None
         while True:
             with self._media.refusing("cannot be read"):
                 packet = next(packets, None)
@@ -139,7 +140,8 @@ class AudioReader:
                 with self._media.refusing("cannot be decoded"):
                     raise error
             for block in blocks:
-                forgiving, last = False, block
+                forgiving = False
+                last = block
                 self._check(block)
                 yield block
 
@@ -153,7 +155,8 @@ class AudioReader:
     def _check_end(self, last: Any) -> None:
         """Raise DecodeError if the last block of the file comes earlier than its headers say."""
         self._media.check_end()
-        length, missing = own_length(self._stream), _MISSING_SECONDS.get(self._media.container.format.name)
+        length = own_length(self._stream)
+        missing = _MISSING_SECONDS.get(self._media.container.format.name)
         if length is None or missing is None or last is None or last.pts is None or is_estimate(self._media):
             return
         there = last.pts * self._base + Fraction(last.samples, self.rate) - start_of(self._stream)
@@ -193,7 +196,8 @@ class AudioReader:
 
     def _placed_near(self, first: int, by_time: bool) -> Iterator[tuple[int, Any]]:
         """Yield blocks with the number of their first sample; nothing if that is unknown."""
-        blocks, before = self._decoded(forgiving=True), False
+        blocks = self._decoded(forgiving=True)
+        before = False
         for block in blocks:
             at = self._place(block)
             before = before or (at is not None and at + block.samples <= first)
@@ -284,7 +288,8 @@ def resample(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
     """Return float32 samples at another rate, by libswresample."""
     if rate == to or not samples.shape[1]:
         return samples
-    av, channels = import_av(), len(samples)
+    av = import_av()
+    channels = len(samples)
     layout = {1: "mono", 2: "stereo"}.get(channels, f"{channels} channels")
     # Interleaved, since PyAV cannot read or write eight planes.
     frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples.T).reshape(1, -1), format="flt", layout=layout)

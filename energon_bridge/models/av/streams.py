@@ -172,7 +172,8 @@ class Packets:
 
         Returns None if there are no frames, as in a damaged file.
         """
-        aim, further = time, 0
+        aim = time
+        further = 0
         while aim > self._first[1] or aim == time:
             reached = self._seek(aim)
             shown = self.shown_at(time) if reached else None
@@ -182,7 +183,8 @@ class Packets:
                 return self.after(time)
             # Landed too late: by the reordering of frames, or by a whole group.
             landed = min(self._landed.pts, self._landed.dts or self._landed.pts) if reached else aim
-            aim, further = min(aim, landed) - 1 - further, 2 * further + 1
+            aim = min(aim, landed) - 1 - further
+            further = 2 * further + 1
         self.restart()
         shown = self.shown_at(time)
         return self.after(time) if shown is None else shown
@@ -241,7 +243,8 @@ class Packets:
         Reads the whole file, unless the index shows that frames are decoded in the order in which they are shown, or
         are shown at equal distances.
         """
-        index, opening = self._index(), self.opening
+        index = self._index()
+        opening = self.opening
         if index is None:
             times = self._all_times()
         else:
@@ -319,7 +322,9 @@ class VideoReader:
         self._media = media
         self.packets = packets = Packets(media)
         self.base: Fraction = packets.stream.time_base
-        self.time_of, self.times_of, self.after = packets.time_of, packets.times_of, packets.after
+        self.time_of = packets.time_of
+        self.times_of = packets.times_of
+        self.after = packets.after
         self.length = packets.length
         self._ready: deque[Any] = deque()
         self._last: Any = None
@@ -379,7 +384,8 @@ class VideoReader:
             raise PacketsDifferError
 
     def _next(self, first: int) -> Any:
-        packets, context = self.packets, self.packets.stream.codec_context
+        packets = self.packets
+        context = self.packets.stream.codec_context
         skips = context.name in _SKIPPABLE
         while not self._ready:
             packet = packets.take()
@@ -460,7 +466,8 @@ def turn_of(frame: Any) -> Turn:
     except ValueError:  # PyAV 18.1 has no name for newer data beside a frame, such as its EXIF
         return _UPRIGHT if not frame.rotation else Turn(quarters=round(frame.rotation / 90) % 4)
     a, b, _, c, d = struct.unpack_from("=5i", memoryview(data)) if data is not None else (1, 0, 0, 0, 1)
-    across, down = math.hypot(a, c), math.hypot(b, d)
+    across = math.hypot(a, c)
+    down = math.hypot(b, d)
     if not (across and down):  # it turns nothing that could be seen
         return _UPRIGHT
     degrees = -math.degrees(math.atan2(b / down, a / across))

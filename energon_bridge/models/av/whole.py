@@ -38,7 +38,8 @@ class WholeReader:
         self._restart()
 
     def _restart(self) -> None:
-        self._decoded, self._at = self._frames([]), 0
+        self._decoded = self._frames([])
+        self._at = 0
         self._last: Any = None
 
     def _frames(self, stamps: list[int]) -> Iterator[Any]:

@@ -56,7 +56,9 @@ from energon_bridge.models.conversations.turns import (
 _logger = logging.getLogger(__name__)
 
 Kind = Medium
-IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
+IMAGE = "<image>"
+VIDEO = "<video>"
+AUDIO = "<audio>"
 _PLACEHOLDERS = re.compile(rf"\n?({IMAGE}|{VIDEO}|{AUDIO})\n?")
 _SEQUENCE = (list, Sequence)
 _OWN_KEYS = frozenset({"role", "from", "content", "value"})
@@ -181,9 +183,11 @@ def read_conversation(
     turns = _value(holder, name)
     if isinstance(turns, str | bytes):
         turns = parsed(turns, "turns")
-    tools, system = _value(holder, "tools"), _value(holder, "system")
+    tools = _value(holder, "tools")
+    system = _value(holder, "system")
     if isinstance(holder, MAPPING):
-        tools, system = read_tools(holder), system_prompt(holder)
+        tools = read_tools(holder)
+        system = system_prompt(holder)
     if isinstance(turns, MAPPING):
         tools = read_tools(turns) if tools is None else tools
         system = system_prompt(turns) if system is None else system
@@ -337,7 +341,8 @@ def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, d
     for part, given in zip(parts, parts if isinstance(content, str) else content, strict=True):
         if part.kind == "text":
             continue
-        payload, there = _payload(given), waiting[part.kind]
+        payload = _payload(given)
+        there = waiting[part.kind]
         said = given if isinstance(given, MAPPING) else {}
         if payload is None and there:
             payload = there.pop(said["index"] if said.get("index") in there else min(there))
@@ -440,7 +445,8 @@ def warn_once(name: str, named: set[str], message: str) -> None:
 
 
 def _part(part: Any) -> Part:
-    kind, text = part_kind(part), None
+    kind = part_kind(part)
+    text = None
     if kind == "text" and (text := part_text(part)) is not None:
         return Part("text", text)
     if kind is not None and kind != "text":

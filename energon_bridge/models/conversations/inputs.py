@@ -195,7 +195,8 @@ def _takes(model: Any, name: str) -> bool:
 
 def _of_dict(batch: Mapping[str, Any], labels: bool) -> Inputs:
     inputs = {name: value for name, value in batch.items() if not str(name).startswith("__")}
-    own, valid = inputs.get("labels"), batch.get("__valid__")
+    own = inputs.get("labels")
+    valid = batch.get("__valid__")
     if not labels:
         inputs.pop("labels", None)
     elif own is not None and valid is not None and not bool(valid.all()):

@@ -308,7 +308,9 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         if whole == line_break + letter:
             return tokenize(self.tokenizer, flat)
         special = self.tokenizer.all_special_tokens  # it puts a blank before a text, as those of Llama do
-        image, before, fronts = self.config.image_token.token_str, "", []
+        image = self.config.image_token.token_str
+        before = ""
+        fronts = []
         mark = image if image in special else special[0] if special else ""  # a token that never stands in the text
         for piece, part in zip(pieces, texts, strict=True):
             for number, text in enumerate(part):
@@ -375,7 +377,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     @cached_property
     def _around_image(self) -> list[list[int]]:
         """The tokens before and after an image; and of a text, and its parts, by which `_tokenized` knows blanks."""
-        token, probe = self.config.image_token, ("\na", "\n", "a") if is_fast(self.tokenizer) else ("", "", "")
+        token = self.config.image_token
+        probe = ("\na", "\n", "a") if is_fast(self.tokenizer) else ("", "", "")
         return tokenize(self.tokenizer, [token.before, token.after, *probe])
 
 

@@ -58,7 +58,8 @@ def spelled(text: str) -> list[Place]:
         return []
     found = []
     for match in _SPELLED.finditer(text):
-        word, number = [group for group in match.groups() if group is not None][:1], match.groups()
+        word = [group for group in match.groups() if group is not None][:1]
+        number = match.groups()
         digits = next((group for group in number if group and group.isdigit()), None)
         kind = _KINDS[word[0].lower()]
         found.append(

@@ -177,10 +177,12 @@ def _listed(column: str, value: Any) -> Options | None:
         labels = lower.get("label", lower.get("labels"))
         if not isinstance(texts, list | tuple):
             filled = {name: one for name, one in value.items() if _is_plain(one)}
-            labels, texts = list(filled), list(filled.values())
+            labels = list(filled)
+            texts = list(filled.values())
     elif isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
         pairs = [_labelled(one) for one in value]
-        labels, texts = [label for label, _ in pairs], [text for _, text in pairs]
+        labels = [label for label, _ in pairs]
+        texts = [text for _, text in pairs]
     if not isinstance(texts, list | tuple) or not all(map(_is_plain, texts)) or len(texts) > len(ascii_uppercase):
         raise SampleError(f"`{column}`: expected a list of up to 26 choices, found {str(value)[:200]!r}")
     if not texts:
@@ -280,7 +282,8 @@ def _column(entry: Mapping[str, Any], names: Sequence[str], fits: Any) -> str | 
 def _meanings(value: Any, options: Options) -> dict[AnswersAs, int]:
     """Return which choice an answer may mean, by how it may be given."""
     text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
-    labels, letters = [label.upper() for label in options.labels], options.letters
+    labels = [label.upper() for label in options.labels]
+    letters = options.letters
     found: dict[AnswersAs, int] = {}
     columns = [column.lower() for column in options.columns]
     if len(columns) > 1 and text.lower() in columns:
@@ -297,7 +300,8 @@ def _meanings(value: Any, options: Options) -> dict[AnswersAs, int]:
         if re.fullmatch(rf"\(?{letter}[).:]+\s*{re.escape(one)}\.?", text, re.IGNORECASE):
             found["letter"] = number
     if re.fullmatch(r"\d{1,2}", text) and (len(columns) > 1 or not any(label.isdigit() for label in labels)):
-        number, count = int(text), len(options.texts)
+        number = int(text)
+        count = len(options.texts)
         found |= {"index": number} if number < count else {}
         found |= {"number": number - 1} if 0 < number <= count else {}
     return found
@@ -379,7 +383,8 @@ def composed(entry: Mapping[str, Any], pair: tuple[str, str], given: AnswersAs |
     Raises:
         SampleError: A context or a choice is not understood, or it is not clear which choice is right.
     """
-    asked, answer = entry[pair[0]], None
+    asked = entry[pair[0]]
+    answer = None
     beside = {name: value for name, value in entry.items() if name not in pair}
     contexts = [_context(name, beside[name]) for name in _named(tuple(beside)).contexts]
     contexts = [text for text in contexts if text and text not in asked]

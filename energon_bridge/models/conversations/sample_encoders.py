@@ -176,7 +176,8 @@ def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampl
         )
     lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     question = "\n".join([sample.context, *lines])
-    images, right = list_images(sample.image), lines[sample.correct_choice_idx]
+    images = list_images(sample.image)
+    right = lines[sample.correct_choice_idx]
     if _is_respelled(question, images, config):
         return _as_chat(sample, question, right, images)
     return Conversation(turns=_placed([(question, right)], images, config), images=images)
@@ -196,7 +197,8 @@ def encode_similarity_interleaved(sample: SimilarityInterleavedSample, config: M
     Raises:
         SampleError: There is no text for an image.
     """
-    images, texts = list(sample.images), list(sample.texts)
+    images = list(sample.images)
+    texts = list(sample.texts)
     if sample.matched_text_indices is not None:
         matches = [int(index) for index in sample.matched_text_indices]
     elif sample.similarity_matrix is not None:

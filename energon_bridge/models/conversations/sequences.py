@@ -290,10 +290,12 @@ def mrope_positions(types: np.ndarray, grids: Mapping[int, Sequence[Grid]], merg
     position = first = 0
     ends = [*(np.flatnonzero(types[1:] != types[:-1]) + 1).tolist(), len(types)]
     while first < len(types):
-        kind, count = int(types[first]), ends.pop(0) - first
+        kind = int(types[first])
+        count = ends.pop(0) - first
         if kind == 0:
             made[:, first : first + count] = np.arange(position, position + count)
-            position, first = position + count, first + count
+            position += count
+            first += count
             continue
         while count > 0:
             grid = next(waiting[kind], None)
@@ -306,5 +308,6 @@ def mrope_positions(types: np.ndarray, grids: Mapping[int, Sequence[Grid]], merg
             for axis, steps in enumerate((times[:, None, None], np.arange(height)[:, None], np.arange(width))):
                 made[axis, first : first + size].reshape(grid.time, height, width)[:] = steps + position
             position += max(grid.height, grid.width) // merge_size
-            first, count = first + size, count - size
+            first += size
+            count -= size
     return torch.from_numpy(made)

@@ -162,7 +162,8 @@ class ChatTemplate:
             *getattr(self.tokenizer, "all_special_tokens", ()),
             *getattr(self.tokenizer, "added_tokens_encoder", ()),
         }
-        special, end = tuple(names.difference(media)), spans[-1].end if spans else 0
+        special = tuple(names.difference(media))
+        end = spans[-1].end if spans else 0
         if not special or text[:end].rstrip().endswith(special):
             return
         behind = next((token for token in special if text.startswith(token, end)), None)
@@ -220,7 +221,8 @@ class ChatTemplate:
     def _compared(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[Span]]:
         """Find answers with two renderings for each: up to its prompt, and up to its end."""
         whole = self.text(messages, tools)
-        answers, spans = self._answers_in(messages), []
+        answers = self._answers_in(messages)
+        spans = []
         for number in numbers:
             prompt = self._prompt(messages, number, tools)
             is_last = number + 1 == len(messages)
@@ -297,7 +299,8 @@ class ChatTemplate:
 
     def _takes_arguments(self) -> str:
         """Return the form of arguments that a template needs: an `object`, its `text`, or `any` of the two."""
-        key, text = "arguments of {}", '{"probe": "probed"}'
+        key = "arguments of {}"
+        text = '{"probe": "probed"}'
         forms: dict[str, Any] = {"object": {"probe": "probed"}, "text": text}
         for form, arguments in forms.items():
             if key.format(form) not in self.known:

@@ -41,7 +41,8 @@ def tokens_with_places(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarra
     engine = _fast_engine(tokenizer)
     if engine is None:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+        ids = list(encoded["input_ids"])
+        offsets = encoded["offset_mapping"]
     else:
         lengths = _token_lengths(tokenizer, engine) if text.isascii() else None
         if lengths is not None:
@@ -52,7 +53,8 @@ def tokens_with_places(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarra
                 if ends[-1] == len(text):
                     return tokens, ends - widths, ends
         encoding = engine.encode(text, add_special_tokens=False)
-        ids, offsets = encoding.ids, encoding.offsets
+        ids = encoding.ids
+        offsets = encoding.offsets
     places = np.array(offsets, np.int64).reshape(-1, 2)
     return as_array(ids), places[:, 0], places[:, 1]
 
@@ -106,7 +108,8 @@ def _token_lengths(tokenizer: Any, engine: Any) -> np.ndarray | None:
 
 def _is_byte_level(engine: Any) -> bool:
     """Return whether each character of a token is one byte of the text."""
-    model, splits = engine.model, _steps(engine.pre_tokenizer)
+    model = engine.model
+    splits = _steps(engine.pre_tokenizer)
     adds = ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
     return (
         type(model).__name__ == "BPE"

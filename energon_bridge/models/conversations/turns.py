@@ -53,7 +53,8 @@ KNOWN_BESIDE = frozenset(
 """Names that never are texts of a question."""
 
 _PAIRS_OF = "texts"
-_CALLS, _RESULTS = ("function_call", "tool_call"), ("observation", "tool_response", "function", "ipython")
+_CALLS = ("function_call", "tool_call")
+_RESULTS = ("observation", "tool_response", "function", "ipython")
 _KNOWN = ("system", "user", "assistant", "tool")
 ROLES: Mapping[str, str] = MappingProxyType(
     {
@@ -104,7 +105,8 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
         SampleError: It is one that is not understood, has preferences, or texts that may belong to its question.
     """
     entry = with_turns(entry)
-    name, pair = _named(entry), find_pair(entry)
+    name = _named(entry)
+    pair = find_pair(entry)
     if name is None and pair is None and not has_preferences(entry):
         return None
     if has_preferences(entry):
@@ -275,7 +277,8 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
 def has_empty_answer(entry: Mapping[str, Any]) -> bool:
     """Return whether an answer of a conversation that is learned says nothing. Raises SampleError as `read_turns`."""
     for turn in read_turns(entry) or ():
-        role, content = ROLES.get(_role_name(turn) or ""), _content(turn)
+        role = ROLES.get(_role_name(turn) or "")
+        content = _content(turn)
         if role == "assistant" and is_learned(role, turn) and not any(turn.get(key) for key in _SAYING):
             parts = [content or ""] if content is None or isinstance(content, str) else content
             if not any(part_kind(part) != "text" or (part_text(part) or "").strip() for part in parts):
@@ -341,7 +344,8 @@ def _listed(entry: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str], answers_as: AnswersAs | None = None) -> list[Turn]:
-    asked, answer = entry[pair[0]], entry[pair[1]]
+    asked = entry[pair[0]]
+    answer = entry[pair[1]]
     if not _is_said(answer):
         answer = first_answer(answer)
     if isinstance(asked, str):
@@ -445,7 +449,8 @@ def preferred(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if chosen is None:
         return kept  # without tags, or rejected answers
     answer = _as_turns([chosen] if isinstance(chosen, Mapping) else chosen, "assistant")
-    asked, name = next((pair for pair in PAIRS if _is_said(kept.get(pair[0]))), None), _named(kept)
+    asked = next((pair for pair in PAIRS if _is_said(kept.get(pair[0]))), None)
+    name = _named(kept)
     if ROLES.get(_role_name(answer[0]) or "") in ("user", "system"):  # the question is in it
         turns = answer
     elif name is not None:
@@ -557,7 +562,8 @@ def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
         places, literal, answered = _counted(turns)
         answered["video"] += answered.pop("image", 0)
     for kind in MEDIA:
-        count, wanted = places[kind], there.get(kind, 0)
+        count = places[kind]
+        wanted = there.get(kind, 0)
         if (answered[kind] and (count != wanted or not count)) or (literal[kind] and wanted and not count):
             where = "an answer" if answered[kind] else "a text part"
             raise SampleError(
@@ -624,7 +630,8 @@ def check_places(turns: Sequence[Turn], there: Mapping[Medium, int]) -> None:
     places = _counted(placed(turns, there))[0]
     asks = any(ROLES.get(_role_name(turn) or "") == "user" for turn in turns)
     for kind in MEDIA:
-        count, wanted = places[kind], there.get(kind, 0)
+        count = places[kind]
+        wanted = there.get(kind, 0)
         if count != wanted and (count or not asks):
             raise SampleError(mismatch(kind, count, wanted))
 

@@ -472,7 +472,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
         config = self.config
-        least, most = config.min_num_frames, config.max_num_frames
+        least = config.min_num_frames
+        most = config.max_num_frames
         videos = [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
         videos = [_video_at_size(video, value, self.family) for video, value in zip(videos, values, strict=True)]
         timed = getattr(self.family, "video_timestamps", True) or getattr(self.family, "tokens_per_second", True)
@@ -556,7 +557,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def _fitting(self, found: Tokens) -> Tokens:
         """Return the tokens that fit, and one more, as the label of the last; no medium is cut."""
-        total, longest = found.rows.shape[1], self.config.seq_length
+        total = found.rows.shape[1]
+        longest = self.config.seq_length
         if total <= longest:
             return found
         if total > longest + 1:
@@ -606,9 +608,11 @@ def _video_at_size(video: VideoFrames, value: Any, family: Any) -> VideoFrames:
         return video
     if not isinstance(family, QwenFamily):
         raise SampleError(f"a part gives a video its size in pixels, which {type(family).__name__} has no choice of")
-    options, factor = value.options, family.factor
+    options = value.options
+    factor = family.factor
     count, height, width = frames_shape(video.frames)
-    least, most = options.min_pixels or 128 * factor**2, 768 * factor**2
+    least = options.min_pixels or 128 * factor**2
+    most = 768 * factor**2
     if options.total_pixels is not None:
         most = min(most, options.total_pixels * 2 // count)
     area = (least, max(most, int(least * 1.05)))
@@ -671,7 +675,8 @@ def _text_with(segments: Sequence[Segment], media: int) -> str:
 
 def _in_order(plans: Sequence[Plan], videos: Sequence[VideoFrames], sounds: Sequence[Sound]) -> list[Sound]:
     """Return the sounds of a sample, those of its videos among them, in the order of their places."""
-    own, of_videos = iter(sounds), iter(video.sound for video in videos)
+    own = iter(sounds)
+    of_videos = iter(video.sound for video in videos)
     heard = [next(own if plan.kind == "audio" else of_videos) for plan in plans if plan.kind != "image"]
     return [sound for sound in heard if sound is not None]
 

@@ -331,9 +331,11 @@ class ProcessorFamily:
             raise SampleError(f"a video has sound, but {type(self.processor).__name__} hears none in videos")
         if seconds is None:
             raise SampleError("a video with sound must tell when its frames are shown: give fps or timestamps")
-        heard, part = self.plan_sound(sound.length).tokens, self.processor.video_processor
+        heard = self.plan_sound(sound.length).tokens
+        part = self.processor.video_processor
         steps = -(-count // int(part.temporal_patch_size))
-        key, plans = (plan.tokens, steps, seconds, heard), self.writings["video"].plans
+        key = (plan.tokens, steps, seconds, heard)
+        plans = self.writings["video"].plans
         if key not in plans:
             text = self.processor.replace_video_with_audio_token(
                 {
@@ -560,7 +562,8 @@ class ProcessorFamily:
             out = dict(out or self._called(sample.text, **given, special=sample.adds_special))
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
-        tokens, count = out["input_ids"][0], len(sample.tokens)
+        tokens = out["input_ids"][0]
+        count = len(sample.tokens)
         if not torch.equal(tokens[:count], sample.tokens):
             same = int((tokens[:count] != sample.tokens[: len(tokens)]).int().argmax()) if len(tokens) >= count else 0
             raise SampleError(
@@ -652,8 +655,10 @@ class ProcessorFamily:
         config = getattr(self.model_config, "thinker_config", self.model_config)
         (starts,) = torch.where(tokens[:-1] == config.vision_start_token_id)
         behind = tokens[starts + 1]
-        are_images, hear = behind == config.image_token_id, behind == config.audio_start_token_id
-        videos, heard = starts[~are_images], hear[~are_images]
+        are_images = behind == config.image_token_id
+        hear = behind == config.audio_start_token_id
+        videos = starts[~are_images]
+        heard = hear[~are_images]
         changes = [0, *(torch.where(heard[1:] != heard[:-1])[0] + 1).tolist()]  # numbers of videos
         borders = [0, *videos[changes[1:]].tolist(), len(tokens)]
         stretches = []
@@ -704,7 +709,8 @@ class ProcessorFamily:
         """Return the processor; of one that takes a single rate for all videos, a copy that knows the rate of each."""
         if getattr(self.processor, "position_id_per_seconds", None) is None:
             return self.processor
-        timed, seconds = copy(self.processor), [self._step_seconds(video) for video in videos]
+        timed = copy(self.processor)
+        seconds = [self._step_seconds(video) for video in videos]
 
         def replace(made: Any, *args: Any, **kwargs: Any) -> str:
             own = made["video_second_per_grid"]
@@ -800,7 +806,9 @@ class _Replay:
     """
 
     def __init__(self, tokenizer: Any, text: str | None = None, tokens: Tensor | None = None) -> None:
-        self._tokenizer, self._text, self._tokens = tokenizer, text, tokens
+        self._tokenizer = tokenizer
+        self._text = text
+        self._tokens = tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -811,7 +819,8 @@ class _Replay:
             return {"input_ids": self._tokens[None].clone() if is_tensor else [self._tokens.tolist()]}
         made = self._tokenizer(text, **options)
         if self._text is None:
-            self._text, self._tokens = text[0], torch.as_tensor(made["input_ids"])[0]
+            self._text = text[0]
+            self._tokens = torch.as_tensor(made["input_ids"])[0]
         return made
 
 
@@ -904,7 +913,8 @@ def _tiles(processor: Any, height: int, width: int) -> Any:
 
 def _resized(processor: Any, height: int, width: int) -> Any:
     part = processor.image_processor
-    size, patch = part.size, processor.patch_size * processor.spatial_merge_size
+    size = part.size
+    patch = processor.patch_size * processor.spatial_merge_size
     return inspect.getmodule(type(part)).get_resize_output_image_size(  # type: ignore[union-attr]
         np.broadcast_to(np.uint8(0), (3, height, width)),
         size=(size["longest_edge"], size["longest_edge"]),

@@ -43,7 +43,10 @@ from energon_bridge.models.images.pixels import (
 from energon_bridge.models.images.resize import smart_resize, smart_resize_video
 from energon_bridge.models.images.visual import as_pil, concat_visual
 
-_START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+_START = "<|vision_start|>"
+_END = "<|vision_end|>"
+_IMAGE = "<|image_pad|>"
+_VIDEO = "<|video_pad|>"
 _FPS = 24.0  # what the processors of transformers assume
 
 
@@ -116,7 +119,8 @@ class QwenFamily:
     def area(self) -> tuple[int, int]:
         """Smallest and largest area of an image."""
         size = self.image_processor.size
-        least, largest = self.min_pixels or size["shortest_edge"], self.max_pixels or size["longest_edge"]
+        least = self.min_pixels or size["shortest_edge"]
+        largest = self.max_pixels or size["longest_edge"]
         return int(least), int(largest)
 
     def plan_image(self, width: int, height: int) -> Plan:

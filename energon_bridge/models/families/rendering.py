@@ -192,7 +192,8 @@ class ChatRenderer:
             whole, spans = self.plain.answers(messages, None, self._answers(content))
         except (ConfigurationError, SampleError):
             return None  # the sample itself raises the error
-        around, rest = [], whole
+        around = []
+        rest = whole
         for one in words:
             before, separator, rest = rest.partition(one)
             if not separator:
@@ -217,7 +218,8 @@ class ChatRenderer:
     def _is_exact(self, outline: Outline, content: Conversation) -> bool:
         """Return whether any texts stand in an outline as they are, the oddest among them."""
         content = _with_texts(content, _ODD)
-        messages, numbers = self._messages(content.turns, self.plain), self._answers(content)
+        messages = self._messages(content.turns, self.plain)
+        numbers = self._answers(content)
         if any(turn.keys for turn in content.turns) or not only_written(self.plain, messages, numbers):
             return False
         whole, spans = self.plain.answers(messages, None, numbers)
@@ -331,7 +333,8 @@ def split_at(text: str, spans: Sequence[Span], media: Mapping[Kind, tuple[str, s
     for start, (end, of_place) in [*sorted(places.items()), (len(text), (len(text), None))]:
         for span in spans:
             if span.end > position and span.start < start:
-                begin, behind = max(position, span.start), min(start, span.end)
+                begin = max(position, span.start)
+                behind = min(start, span.end)
                 segments += (Segment(text[position:begin]), Segment(text[begin:behind], True, None, marked))
                 position = behind
         segments += (Segment(text[position:start]), Segment(text[start:end], media=of_place))
@@ -450,13 +453,16 @@ def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
 def _by_offsets(segments: Sequence[Segment], texts: Sequence[str], tokenizer: Any) -> _Found:
     text = "".join(texts)
     tokens, starts, ends = tokens_with_places(tokenizer, text)
-    begins, learned = np.maximum.accumulate(starts), np.zeros(len(tokens), np.bool_)
+    begins = np.maximum.accumulate(starts)
+    learned = np.zeros(len(tokens), np.bool_)
     borders = np.fromiter(accumulate(map(len, texts)), np.int64, len(texts))
     cuts = begins.searchsorted(borders)
     behinds = [0, *cuts[:-1].tolist(), len(tokens)]  # that of each segment follows that of the one before it
     # Where the last token of a segment goes on behind it:
     for number in (ends[cuts - 1] > borders).nonzero()[0].tolist() if len(tokens) else ():
-        segment, behind, end = segments[number], behinds[number + 1], borders[number]
+        segment = segments[number]
+        behind = behinds[number + 1]
+        end = borders[number]
         # A token with leading white space still belongs to the segment after it; to marked text, any token does.
         is_marked = number + 1 < len(segments) and segments[number + 1].marked
         while not (segment.learned and texts[number]) and behind > behinds[number] and ends[behind - 1] > end:
@@ -477,7 +483,9 @@ def _by_offsets(segments: Sequence[Segment], texts: Sequence[str], tokenizer: An
 
 
 def _by_segment(segments: Sequence[Segment], texts: Sequence[str], tokenizer: Any) -> _Found:
-    tokens, borders, learned = [], [0], bytearray()
+    tokens = []
+    borders = [0]
+    learned = bytearray()
     for segment, text in zip(segments, texts, strict=True):
         content = text.rstrip() if segment.learned and not segment.marked else text
         said, rest = tokenize(tokenizer, (content, text[len(content) :]))
@@ -490,7 +498,9 @@ def _by_segment(segments: Sequence[Segment], texts: Sequence[str], tokenizer: An
 def _expanded(found: _Found, planned: Sequence[Plan | None], placeholders: Mapping[str, int]) -> Tokens:
     """Return tokens with each placeholder token replaced by the planned number of tokens, and with their types."""
     tokens, borders, learned = found
-    rows, media, more = np.zeros((4, len(tokens)), np.int64), [], 0
+    rows = np.zeros((4, len(tokens)), np.int64)
+    media = []
+    more = 0
     rows[0], rows[1], rows[3] = tokens, learned, 1
     reserved = sorted(place for token in placeholders.values() for place in (tokens == token).nonzero()[0].tolist())
     for plan, first, end in zip(planned, borders, borders[1:], strict=False):
@@ -506,7 +516,8 @@ def _expanded(found: _Found, planned: Sequence[Plan | None], placeholders: Mappi
                 f"expected {len(plan.runs)}: the placeholder must be a special token of the tokenizer"
             )
         rows[2, places], rows[3, places] = _TYPES[plan.kind], plan.runs
-        start, more = first + more, more + plan.tokens - len(places)
+        start = first + more
+        more = more + plan.tokens - len(places)
         media += [Place(plan, start, end + more)] if end > first else []
         reserved = [place for place in reserved if place >= end]
     if reserved:

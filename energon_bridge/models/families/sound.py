@@ -99,7 +99,8 @@ class Sound:
         clips, _ = decoder.get_audio_clips([(self.begin, end)])
         samples = _mono(clips[0].numpy()) if clips else np.empty(0, np.float32)
         if abs(len(samples) - planned) > _INEXACT_SECONDS * self.own_rate:
-            more, most = "more than " * (len(samples) > planned), planned + _INEXACT_SECONDS * self.own_rate
+            more = "more than " * (len(samples) > planned)
+            most = planned + _INEXACT_SECONDS * self.own_rate
             raise DecodeError(
                 f"{decoder.name} has {more}{min(len(samples), most) / self.own_rate:.2f} s of sound, but its headers "
                 f"tell {planned / self.own_rate:.2f} s: encode it again, or leave the sample out"
@@ -159,7 +160,8 @@ def sound_of(value: Any, *, rate: int) -> Sound:
 
 def _segment_of(told: MediaWithOptions, rate: int) -> Sound:
     """Return a segment of a sound. Raises what `sound_of` raises, and SampleError for one that lies beyond it."""
-    sound, options = sound_of(told.value, rate=rate), told.options
+    sound = sound_of(told.value, rate=rate)
+    options = told.options
     if not options.is_segment:
         return sound
     over = sound.begin + sound.duration

@@ -119,7 +119,8 @@ def thinned(videos: Sequence[VideoFrames], cost: Callable[[VideoFrames], int], m
 
 def _with_frames(video: VideoFrames, count: int) -> VideoFrames:
     """Return a video with so many of its frames, the first and the last among them."""
-    frames, total = video.frames, frames_shape(video.frames)[0]
+    frames = video.frames
+    total = frames_shape(video.frames)[0]
     kept = np.linspace(0, total - 1, count).round().astype(int).tolist()
     if isinstance(frames, FramesToDecode):
         frames = replace(frames, numbers=tuple(frames.numbers[number] for number in kept))
@@ -161,7 +162,8 @@ def _sampled(
 ) -> VideoFrames:
     with decoder if isinstance(decoder, AVDecoder) else nullcontext():  # one opening for all that is asked
         metadata = decoder.get_metadata(get_audio=False) if isinstance(decoder, AVDecoder) else decoder.get_metadata()
-        total, rate = metadata.video_num_frames, metadata.video_fps
+        total = metadata.video_num_frames
+        rate = metadata.video_fps
         if not total or not rate or not metadata.video_width or not metadata.video_height:
             raise SampleError(f"{decoder!r} has no video with a known number of frames: {metadata}")
         first, total = (0, total) if options is None else _within(decoder, total, rate, options)
@@ -195,7 +197,8 @@ def _within(decoder: VideoDecoder, total: int, rate: float, options: MediaOption
     times = np.arange(total) / rate
     if isinstance(decoder, AVDecoder):
         times = np.array(decoder.get_frame_times(range(total)))
-    over, end = float(times[-1]) + 1 / rate, options.end
+    over = float(times[-1]) + 1 / rate
+    end = options.end
     if options.begin >= over or (end is not None and end > over + _BEYOND_SECONDS):
         raise SampleError(
             f"a segment from {options.begin:g} s to {end} s lies beyond {decoder!r}, which has {over:g} s"

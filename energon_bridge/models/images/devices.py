@@ -43,7 +43,8 @@ def normalise_on_device(batch: Any, device: Any = None, *, dtype: torch.dtype = 
         return batch
     else:
         fields = {name: getattr(batch, name, None) for name in ("pixel_values", "visual_inputs", "pixel_norm")}
-    norm, extra = fields["pixel_norm"], fields.get("visual_inputs")
+    norm = fields["pixel_norm"]
+    extra = fields.get("visual_inputs")
     around = _entries(extra)
     mask = around.get("pixel_attention_mask")
     changed: dict[str, Any] = {"pixel_norm": None}
@@ -80,7 +81,8 @@ def _normalised(values: Tensor, norm: Tensor, mask: Tensor | None, device: Any, 
         floats = values.to(torch.float32).view(*shape[:2], -1, channels)
     else:
         floats = values.to(torch.float32).view(shape[0], channels, -1)
-        mean, deviation = mean[:, None], deviation[:, None]
+        mean = mean[:, None]
+        deviation = deviation[:, None]
     floats = floats.sub_(mean).div_(deviation).view(shape)
     if values.ndim == 3 and mask is not None:
         floats *= mask.to(floats)[..., None]  # padding stays 0

@@ -294,7 +294,9 @@ def decode_rows(
         return {}
     # Everything that needs no pixels comes first: decoding an image evicts the surrounding code from the caches.
     turns: list[tuple[int, str, Any, dict[str, int], np.ndarray, torch.Tensor]] = []
-    size, rows, misfits = None, None, 0
+    size = None
+    rows = None
+    misfits = 0
     for number, name, data in images:
         header = _turbo_header(data, form, name)
         if header is None:
@@ -308,7 +310,8 @@ def decode_rows(
             continue
         turns.append((number, name, data, size, rows[0][number], rows[1][number]))
     decoded: dict[int, tuple[str, torch.Tensor]] = {}
-    decode, write = simplejpeg.decode_jpeg, streaming.divide if form.scaled else streaming.copy
+    decode = simplejpeg.decode_jpeg
+    write = streaming.divide if form.scaled else streaming.copy
     # The rows of a slab have one size.
     scratch = _scratch(turns[0][4].size) if turns and _by_scratch(form, turns[0][4].size) else None
     for number, name, data, size, array, tensor in turns:

@@ -12,14 +12,23 @@ _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
 _SCALED_FRAMES = (*_JPEG_FRAMES, 0xC9, 0xCA)
 """Baseline, extended and progressive frames, coded by Huffman or arithmetically: those that libjpeg scales."""
-_DHT, _SOS, _DQT, _DRI, _APP0, _APP1, _APP2, _APP14 = 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xE1, 0xE2, 0xEE
-_APP15, _COM = 0xEF, 0xFE
+_DHT = 0xC4
+_SOS = 0xDA
+_DQT = 0xDB
+_DRI = 0xDD
+_APP0 = 0xE0
+_APP1 = 0xE1
+_APP2 = 0xE2
+_APP14 = 0xEE
+_APP15 = 0xEF
+_COM = 0xFE
 _FRAMES = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
 _WITHOUT_LENGTH = (0x00, 0x01, *range(0xD0, 0xDA))
 _PARSED = {_APP0: 14, _APP2: 16, _APP14: 14}  # sizes of segments of which Pillow takes the start apart
 ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 """The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
-_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
+_EXIF = b"Exif\0\0"
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
 _WHOLE = {3: "H", 4: "I"}  # kinds of entries of EXIF that are whole numbers
 _MOST_PIXELS = 178_956_970  # from twice as many on, Pillow refuses to open an image
@@ -32,10 +41,12 @@ def plain_jpeg(data: bytes) -> ImageMetadata | None:
     """
     if not data.startswith(b"\xff\xd8\xff"):
         return None
-    at, end = 2, len(data)
+    at = 2
+    end = len(data)
     metadata = None
     while at + 4 <= end and data[at] == 0xFF:
-        marker, size = data[at + 1], data[at + 2] << 8 | data[at + 3]
+        marker = data[at + 1]
+        size = data[at + 2] << 8 | data[at + 3]
         if at + 2 + size > end or size < 2:
             return None
         if marker == _SOS:
@@ -74,7 +85,8 @@ def can_scale(data: bytes | bytearray | memoryview) -> bool:
 
 def jpeg_orientation(data: bytes | bytearray | memoryview) -> int:
     """Return how a JPEG is turned, 1 to 8, as Pillow finds it: by its EXIF, or else by its XMP. 1: it is not turned."""
-    exif, xmp = b"", b""
+    exif = b""
+    xmp = b""
     for marker, begin, end in _segments(data):
         if marker == _APP1:
             segment = bytes(data[begin:end])
@@ -90,7 +102,8 @@ def jpeg_orientation(data: bytes | bytearray | memoryview) -> int:
 
 def _segments(data: bytes | bytearray | memoryview) -> Iterator[tuple[int, int, int]]:
     """Yield marker, begin and end of the content of each segment up to the first scan."""
-    at, end = 2, len(data)
+    at = 2
+    end = len(data)
     while at + 4 <= end and data[at] == 0xFF:
         marker = data[at + 1]
         if marker == 0xFF:  # filling

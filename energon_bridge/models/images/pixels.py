@@ -140,7 +140,8 @@ class PixelPath:
     def shape(self, size: Size) -> tuple[int, ...]:
         """Return the shape of the `pixel_values` of an image of a height and width."""
         if self.tiles is not None:
-            room, side = best_resolution(size, self.tiles.resolutions), self.tiles.side
+            room = best_resolution(size, self.tiles.resolutions)
+            side = self.tiles.side
             parts = 1 + -(-room[0] // side) * -(-room[1] // side)
             return (1, parts, 3, *self._final(self.tiles.overview))
         if self.background is not None:
@@ -172,7 +173,8 @@ class PixelPath:
     def _in_tiles(self, pixels: np.ndarray, tiles: Tiles, out: Tensor) -> dict[str, Tensor]:
         """Return the whole image and its tiles, row by row, as one tensor of five dimensions, and the size."""
         size = (pixels.shape[0], pixels.shape[1])
-        room, side = best_resolution(size, tiles.resolutions), tiles.side
+        room = best_resolution(size, tiles.resolutions)
+        side = tiles.side
         whole = _cropped(self.scaled(pixels, fitted(size, room)), room, floor=True)
         corners = ((y, x) for y in range(0, room[0], side) for x in range(0, room[1], side))
         parts = [self.scaled(pixels, tiles.overview), *(whole[y : y + side, x : x + side] for y, x in corners)]
@@ -234,7 +236,8 @@ class PixelPath:
 
     def _siglip2(self, pixels: np.ndarray, out: Tensor) -> dict[str, Tensor]:
         side = self.patch
-        rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
+        rows = pixels.shape[0] // side
+        columns = pixels.shape[1] // side
         values = torch.empty((3, rows, side, columns, side), dtype=self.dtype)
         look_up(pixels, self.table, _PLAIN, bits_of(values))
         out[0, rows * columns :] = 0
@@ -427,7 +430,8 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
         sized = _sized_of(kind, processor)
         if sized is None:
             return f"its size is {has('size')!r}"
-    crop, background = None, None
+    crop = None
+    background = None
     fixed = has("do_center_crop") or (has("do_resize") and _sides(has("size"), "height")[0])
     if dtype == "uint8" and (kind == "tiles" or (kind in ("plain", "llava") and not fixed)):
         return "its images have different sizes and are padded with zeros after normalising"
@@ -527,7 +531,8 @@ def _within(patch: int, most: int, size: Size) -> Size:
     def side(scale: float, length: int) -> int:
         return max(patch, math.ceil(length * scale / patch) * patch)
 
-    low, high = 1e-6, 100.0
+    low = 1e-6
+    high = 100.0
     while high - low >= 1e-5:
         middle = (low + high) / 2
         if side(middle, size[0]) / patch * (side(middle, size[1]) / patch) <= most:
@@ -546,7 +551,8 @@ def _three(value: Any) -> list[float]:
 
 def _values_of(processor: Any, profile: str) -> tuple[np.ndarray, Tensor]:
     """Return the value of each byte in each channel, float32 (3, 256), and mean and deviation in steps of a byte."""
-    rescales, normalises = bool(processor.do_rescale), bool(processor.do_normalize)
+    rescales = bool(processor.do_rescale)
+    normalises = bool(processor.do_normalize)
     scale = float(processor.rescale_factor) if rescales else 1.0
     mean = _three(processor.image_mean) if normalises else [0.0] * 3
     std = _three(processor.image_std) if normalises else [1.0] * 3
@@ -575,7 +581,8 @@ def _squared(pixels: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
     side = max(height, width)
     out = np.empty((side, side, 3), np.uint8)
     out[:] = colour
-    top, left = (side - height) // 2, (side - width) // 2
+    top = (side - height) // 2
+    left = (side - width) // 2
     out[top : top + height, left : left + width] = pixels
     return out
 
@@ -589,5 +596,6 @@ def _cropped(pixels: np.ndarray, size: Size, *, floor: bool) -> np.ndarray:
         whole = np.zeros((height + missing[0], width + missing[1], 3), np.uint8)
         whole[top : top + height, left : left + width] = pixels
         pixels, (height, width) = whole, whole.shape[:2]
-    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    top = (height - size[0]) // 2
+    left = (width - size[1]) // 2
     return pixels[top : top + size[0], left : left + size[1]]

@@ -150,7 +150,8 @@ def _resample(
     height, width, _ = pixels.shape
     out = np.empty((*size, _CHANNELS), np.uint8)
     scratch = _scratch((height * size[1] + width) * _CHANNELS + _SPARE)
-    across, down = coefficients_of(width, size[1], by), coefficients_of(height, size[0], by)
+    across = coefficients_of(width, size[1], by)
+    down = coefficients_of(height, size[0], by)
     sides = (across.where, across.memory, down.where, down.memory, len(across.parts), across.bits, down.bits)
     _compiled.resample(pixels, height, width, out, scratch, *sides)
     return out
@@ -214,7 +215,9 @@ def look_up(pixels: np.ndarray, table: np.ndarray, layout: Layout, out: np.ndarr
         patch = (patch_height, patch_width, layout.merge, times)
         _compiled.look_up(np.ascontiguousarray(pixels), out, table, frames, height, width, *patch)
         return
-    merge, rows, columns = layout.merge, height // patch_height, width // patch_width
+    merge = layout.merge
+    rows = height // patch_height
+    columns = width // patch_width
     shape = (frames, rows // merge, merge, patch_height, columns // merge, merge, patch_width, _CHANNELS)
     ordered = pixels.reshape(shape).transpose(1, 4, 2, 5, 7, 0, 3, 6)
     target = out.reshape(*ordered.shape[:5], times, patch_height, patch_width)
@@ -243,14 +246,16 @@ def _scratch(size: int) -> np.ndarray:
 
 
 def _bicubic(x: np.ndarray) -> np.ndarray:
-    x, a = np.abs(x), -0.5
+    x = np.abs(x)
+    a = -0.5
     near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1
     far = (((x - 5) * x + 8) * x - 4) * a
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
 
 
 def _torch_bicubic(x: np.ndarray) -> np.ndarray:
-    x, a = np.abs(x), -0.5
+    x = np.abs(x)
+    a = -0.5
     near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
     far = ((a * x - 5.0 * a) * x + 8.0 * a) * x - 4.0 * a
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))

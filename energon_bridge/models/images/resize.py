@@ -42,7 +42,8 @@ def smart_resize_video(
     frames = max(frames, temporal_factor)
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
+        height = int(height * scale)
+        width = int(width * scale)
     _check_aspect(height, width)
     rows, columns = (round(side / factor) * factor for side in (height, width))
     total = round(frames / temporal_factor) * temporal_factor * rows * columns
@@ -59,19 +60,24 @@ def best_resolution(size: tuple[int, int], resolutions: Sequence[tuple[int, int]
     Sizes and resolutions are heights and widths.
     """
     height, width = size
-    best, most_kept, least_wasted = resolutions[0], 0, math.inf
+    best = resolutions[0]
+    most_kept = 0
+    least_wasted = math.inf
     for rows, columns in resolutions:
         scale = min(columns / width, rows / height)
         kept = min(int(width * scale) * int(height * scale), width * height)
         wasted = rows * columns - kept
         if kept > most_kept or (kept == most_kept and wasted < least_wasted):
-            best, most_kept, least_wasted = (rows, columns), kept, wasted
+            best = (rows, columns)
+            most_kept = kept
+            least_wasted = wasted
     return best
 
 
 def fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
     """Return the largest height and width with the aspect ratio of an image that fit into `room`."""
-    across, down = room[1] / size[1], room[0] / size[0]
+    across = room[1] / size[1]
+    down = room[0] / size[0]
     if across < down:
         return min(math.ceil(size[0] * across), room[0]), room[1]
     return room[0], min(math.ceil(size[1] * down), room[1])

@@ -104,7 +104,8 @@ def center_crop(image: Any, output_size: int | Sequence[int]) -> Any:
             around = before[0], missing[1] - before[0], before[1], missing[0] - before[1]
             pixels = torch.nn.functional.pad(pixels, around)
             rows, columns = pixels.shape[-2:]
-        top, left = round((rows - height) / 2.0), round((columns - width) / 2.0)
+        top = round((rows - height) / 2.0)
+        left = round((columns - width) / 2.0)
         return pixels[..., top : top + height, left : left + width]
 
     return _applied(cropped, image)
@@ -187,7 +188,8 @@ def normalise(
         ConfigurationError: A deviation is 0, or there are not as many numbers as channels.
         SampleError: The value is not an image, or the images of a list have different shapes.
     """
-    means, stds = _numbers("mean", mean), _numbers("std", std)
+    means = _numbers("mean", mean)
+    stds = _numbers("std", std)
     if 0.0 in stds:
         raise ConfigurationError(f"std must not be 0, since values are divided by it; got {std!r}")
     if not isinstance(image, list | tuple):
@@ -310,21 +312,25 @@ def _random_part(
     generator: torch.Generator | None,
 ) -> tuple[int, int, int, int]:
     """Return top, left, height and width of a random part. Source: torchvision's `RandomResizedCrop`."""
-    low, high = math.log(ratio[0]), math.log(ratio[1])
+    low = math.log(ratio[0])
+    high = math.log(ratio[1])
     for _ in range(_TRIES):
         area = height * width * _uniform(scale[0], scale[1], generator)
         aspect = math.exp(_uniform(low, high, generator))
-        columns, rows = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        columns = round(math.sqrt(area * aspect))
+        rows = round(math.sqrt(area / aspect))
         if 0 < columns <= width and 0 < rows <= height:
             top = int(torch.randint(0, height - rows + 1, (1,), generator=generator))
             return top, int(torch.randint(0, width - columns + 1, (1,), generator=generator)), rows, columns
     # No part of such a shape: the largest in the middle whose ratio is as near as may be.
-    rows, columns = height, width
+    rows = height
+    columns = width
     if width / height < min(ratio):
         rows = round(width / min(ratio))
     elif width / height > max(ratio):
         columns = round(height * max(ratio))
-    rows, columns = max(1, min(rows, height)), max(1, min(columns, width))
+    rows = max(1, min(rows, height))
+    columns = max(1, min(columns, width))
     return (height - rows) // 2, (width - columns) // 2, rows, columns
 
 
@@ -337,9 +343,11 @@ def _size_for(height: int, width: int, sides: tuple[int, ...], max_size: int | N
     if len(sides) == 2:
         return sides[0], sides[1]
     short, long = sorted((height, width))
-    new_short, new_long = sides[0], max(1, int(sides[0] * long / short))
+    new_short = sides[0]
+    new_long = max(1, int(sides[0] * long / short))
     if max_size is not None and new_long > max_size:
-        new_short, new_long = max(1, int(max_size * new_short / new_long)), max_size
+        new_short = max(1, int(max_size * new_short / new_long))
+        new_long = max_size
     return (new_long, new_short) if width <= height else (new_short, new_long)
 
 

@@ -61,7 +61,8 @@ def _check_range(pixels: np.ndarray) -> None:
     """Raise SampleError for values that would be clipped or wrap around."""
     if pixels.dtype == np.uint8 or not pixels.size:
         return
-    low, high = float(pixels.min()), float(pixels.max())
+    low = float(pixels.min())
+    high = float(pixels.max())
     is_float = np.issubdtype(pixels.dtype, np.floating)
     least, most = (-_OVERSHOOT, 1 + _OVERSHOOT) if is_float else (0, 255)
     if not (least <= low and high <= most):

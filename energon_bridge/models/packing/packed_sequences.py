@@ -161,9 +161,11 @@ def unpack_batch(batch: MultiModalBatch, filling: PaddingValues) -> MultiModalBa
     """
     if batch.cu_seqlens is None or batch.cu_seqlens_padded is None:
         raise ConfigurationError("the batch is not packed: it has no cu_seqlens; make it with batch_packs")
-    starts, lengths = batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens.diff().tolist()
+    starts = batch.cu_seqlens_padded[:-1].tolist()
+    lengths = batch.cu_seqlens.diff().tolist()
     places = [slice(start, start + size) for start, size in zip(starts, lengths, strict=True)]
-    longest, row_length = max(lengths), batch.tokens.shape[1]
+    longest = max(lengths)
+    row_length = batch.tokens.shape[1]
 
     def rows(packed: Tensor, value: float) -> Tensor:
         flat = packed.reshape(-1)

@@ -189,7 +189,8 @@ def padded_rows(sizes: IntArray, limits: Sequence[int], first: int = 0) -> Packs
         full = not microbatches or (len(microbatches[-1]) + 1) * longest > limits[0]
         if full or any(size > room for size, room in zip(rest, left, strict=True)):
             microbatches.append([])
-            longest, left = columns[0][sample], list(limits[1:])
+            longest = columns[0][sample]
+            left = list(limits[1:])
         microbatches[-1].append(sample)
         left = [room - size for size, room in zip(rest, left, strict=True)]
     return microbatches

@@ -34,7 +34,8 @@ from energon_bridge.core.storage import LocalStore, Store, open_store
 RENAMING = "renaming.jsonl"
 
 _WINDOW = 4 << 10
-_NAME, _PREFIX = slice(0, 100), slice(345, 500)
+_NAME = slice(0, 100)
+_PREFIX = slice(345, 500)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,8 @@ def _plan(store: Store, shards: Sequence[str], *, num_workers: Workers) -> Itera
         scan = scan_tar(store, shard)
         scan.check()
         for sample in samples.tolist():
-            key, own = scan.keys[sample], frozenset(scan.parts_of(sample))
+            key = scan.keys[sample]
+            own = frozenset(scan.parts_of(sample))
             if key not in seen:  # the first occurrence, or a hash collision
                 seen[key] = (shard, own)
                 continue
@@ -122,7 +124,8 @@ def _plan(store: Store, shards: Sequence[str], *, num_workers: Workers) -> Itera
                 if name not in given and not _holds(known, _hash(name))
             )
             given.add(new_key)
-            start, end = scan.offsets[sample], scan.offsets[sample + 1]
+            start = scan.offsets[sample]
+            end = scan.offsets[sample + 1]
             yield Renamed(
                 shard=shard, key=key, new_key=new_key, changes=_changes(store, shard, start, end, key, new_key)
             )
@@ -160,7 +163,8 @@ def _changes(
                     f"{start} has no room for the name {name!r}. Write the dataset again with other keys: energon "
                     "convert SOURCE OUT --keys number."
                 )
-            old, at = head[member.header : member.content], start + member.header
+            old = head[member.header : member.content]
+            at = start + member.header
             changes += [
                 (at + one, old[one : one + BLOCK].hex(), new[one : one + BLOCK].hex())
                 for one in range(0, len(old), BLOCK)
@@ -172,7 +176,8 @@ def _changes(
 
 def _read_member(store: Store, shard: str, start: int) -> tuple[bytes, Member | None]:
     """Return the headers of the member at `start`, raw and parsed; offsets are relative to `start`."""
-    wanted, size = _WINDOW, store.size(shard)
+    wanted = _WINDOW
+    size = store.size(shard)
     while True:
         head = store.read_range(shard, start, min(wanted, size - start))
         try:
@@ -192,7 +197,8 @@ def _renamed(headers: bytes, name: str, new_name: str) -> bytes | None:
     long = False
     at = 0
     while at + BLOCK < len(blocks):  # long names and PAX records, in front of the member's own header
-        kind, size = chr(blocks[at + 156]), int(bytes(blocks[at + 124 : at + 135]).strip(b" \0") or b"0", 8)
+        kind = chr(blocks[at + 156])
+        size = int(bytes(blocks[at + 124 : at + 135]).strip(b" \0") or b"0", 8)
         room = size + 511 & -512
         body: bytes | None = None
         if kind == "L":
@@ -235,12 +241,15 @@ def _write_name(blocks: bytearray, at: int, name: str) -> bool:
 
 def _pax_with_path(body: bytes, name: str) -> bytes | None:
     """Return PAX records with another path; None if they have none."""
-    records, at, found = [], 0, False
+    records = []
+    at = 0
+    found = False
     while at < len(body):
         length = int(body[at : body.index(b" ", at)])
         record = body[at : at + length]
         if record.partition(b" ")[2].startswith(b"path="):
-            text, found = b"path=" + name.encode() + b"\n", True
+            text = b"path=" + name.encode() + b"\n"
+            found = True
             length = len(text) + 2
             while len(b"%d " % length) + len(text) != length:
                 length = len(b"%d " % length) + len(text)

@@ -55,7 +55,8 @@ from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.images.jpeg import plain_jpeg
 
 _FILES_AT_A_TIME = 256
-_RESULTS_FOLDER, _RESULTS_SUFFIX = ".nv-meta.media", ".found"
+_RESULTS_FOLDER = ".nv-meta.media"
+_RESULTS_SUFFIX = ".found"
 _SHARD_PARTS = """
     SELECT sample_key || '.' || part_name, content_byte_offset, content_byte_size FROM samples JOIN sample_parts
     ON sample_parts.tar_file_id = samples.tar_file_id AND sample_parts.sample_index = samples.sample_index
@@ -202,7 +203,8 @@ def _write_index(
 
 def _write_rows(path: str, all_results: Iterable[Results], advance: Callable[[int], object]) -> IndexedMedia:
     """Write results to an index of their own, and name the files that could not be read."""
-    count, failed = 0, []
+    count = 0
+    failed = []
     with closing(sqlite3.connect(path)) as connection:
         create_media_tables(connection)
         for number, results in enumerate(all_results, start=1):
@@ -454,7 +456,8 @@ class MediaFilter:
 
     def kind_of(self, name: str, head: bytes) -> MediaKind | None:
         """Return the kind of a file that may pass; None if it is no media. `head` are its first HEAD_BYTES."""
-        by_name, by_head = kind_by_name(name), kind_by_head(head)
+        by_name = kind_by_name(name)
+        by_head = kind_by_head(head)
         return by_head or by_name if self.reads_files else by_name or by_head
 
     def _patterns(self) -> list[str]:

@@ -76,5 +76,6 @@ def quarantine_excludes(samples: Sequence[QuarantinedSample]) -> dict[str, list[
 def _parsed(line: Any) -> QuarantinedSample:
     texts = {name: line[name] for name in ("dataset", "shard", "key", "hook", "error", "message")}
     members = tuple(SamplePlace(*member) for member in line.get("members", ()))
-    index, size = int(line["index"]), int(line.get("size", 1))
+    index = int(line["index"])
+    size = int(line.get("size", 1))
     return QuarantinedSample(**texts, index=index, parts=tuple(line["parts"]), members=members, size=size)

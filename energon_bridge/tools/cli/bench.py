@@ -157,7 +157,8 @@ def bench(
     class Bytes(DefaultTaskEncoder):
         decoder = Parts(image_decode=None)
 
-    cores, load_average = available_cores(), os.getloadavg()[0]
+    cores = available_cores()
+    load_average = os.getloadavg()[0]
     most = options["num_workers"]
     reading = _measure(mix, options | {"num_workers": 0}, Bytes(), seconds)
     rates = [
@@ -192,7 +193,8 @@ def _print_cost(path: str, *, as_json: bool) -> None:
     click.echo(f"balance_cost={cost!r}")
     click.echo(f"Each microbatch takes another {1e3 * fit.constant:.3g} ms. R² = {fit.r_squared:.3f}.")
     if cost.tokens:
-        attention, patches = cost.attention / cost.tokens, cost.patches / cost.tokens
+        attention = cost.attention / cost.tokens
+        patches = cost.patches / cost.tokens
         click.echo(
             f"For the training script: data.balance_attention={attention:.4g} data.balance_patches={patches:.4g}"
         )
@@ -222,14 +224,19 @@ def _measure(
         next(stream)  # opens files and starts workers
         while time.perf_counter() - began < _WARM_UP * seconds:
             next(stream)
-        before, used, first = loader.metrics(), _cpu(), time.perf_counter()
+        before = loader.metrics()
+        used = _cpu()
+        first = time.perf_counter()
         own = time.process_time()
         while time.perf_counter() - first < seconds:
             next(stream)
-        took, own = time.perf_counter() - first, time.process_time() - own
-        after, workers_used = loader.metrics(), _cpu() - used
+        took = time.perf_counter() - first
+        own = time.process_time() - own
+        after = loader.metrics()
+        workers_used = _cpu() - used
     more = {name: value - before.get(name, 0) for name, value in after.items()}
-    samples, requests = max(1, int(more["samples"])), int(more.get("requests", 0))
+    samples = max(1, int(more["samples"]))
+    requests = int(more.get("requests", 0))
     return Rate(
         workers=options["num_workers"],
         samples=samples,

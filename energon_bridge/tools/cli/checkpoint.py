@@ -86,7 +86,8 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
         left=2,
     )
     for ban in summary["bans"]:
-        keys, where = ban["keys"], ban["dataset"] or "all datasets"
+        keys = ban["keys"]
+        where = ban["dataset"] or "all datasets"
         said = f"{len(keys):,} keys: {first(keys, _MAX_SHOWN)}"
         click.echo(f"Banned from global draw {ban['from_draw']:,} on, in {where}: {said}")
     for change in summary["weights"]:

@@ -155,7 +155,8 @@ def _needs(needs: dict[str, float], ranks: int, engine: str) -> Iterator[tuple[s
         yield "cores", f"{needs['cores']:,.1f} for workers {where}, {needs['cores'] / ranks:,.2f} for each rank"
     if "bytes_per_second" in needs:
         over = needs["bytes_per_second"]
-        each, every = format_bytes(int(over / ranks)), format_bytes(int(over))
+        each = format_bytes(int(over / ranks))
+        every = format_bytes(int(over))
         yield "network" if engine == "ray" else "batches", f"{each}/s into each rank, {every}/s in all"
 
 

@@ -56,7 +56,8 @@ def command(
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if media is None:
         raise ConfigurationError("give one of --media-metadata-by-glob, -by-header and -by-extension.")
-    workers, one = choose_engine(engine, address, num_workers), chosen_task(task, finish=finish)
+    workers = choose_engine(engine, address, num_workers)
+    one = chosen_task(task, finish=finish)
     with shard_progress("Reading media", enabled=progress) as advance:
         if one is not None:
             count = media_task(path, media, one, num_workers=workers, progress=advance)

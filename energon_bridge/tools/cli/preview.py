@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from energon_bridge.tools.preview.batches import ShownBatch
     from energon_bridge.tools.preview.sources import Drawn, SampleSource
 
-_IN_TERMINAL, _ON_PAGES = 4, 1000
+_IN_TERMINAL = 4
+_ON_PAGES = 1000
 _SAMPLES = CountOr("all", sys.maxsize, least=1)
 _MODELS = ("config", "encoder", "processor")
 """Options that say what the batches are for."""

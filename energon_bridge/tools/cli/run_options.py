@@ -26,7 +26,9 @@ class CountOr(click.ParamType):
 
     def __init__(self, word: str, value: int | None, *, least: int = 0) -> None:
         self.name = f"n|{word}"
-        self._word, self._value, self._least = word, value, least
+        self._word = word
+        self._value = value
+        self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
         """Return the number, or the value of the word."""
@@ -90,7 +92,9 @@ def open_mix(
     from energon_bridge.core.datasets import get_train_dataset  # imports torch, which no help text needs
     from energon_bridge.core.worker_config import WorkerConfig
 
-    batch_size, global_batch, ranks = options["batch_size"], options["global_batch_size"], options["world_size"] or 1
+    batch_size = options["batch_size"]
+    global_batch = options["global_batch_size"]
+    ranks = options["world_size"] or 1
     given = click.get_current_context().get_parameter_source("batch_size")
     if given is click.core.ParameterSource.DEFAULT:
         raise ConfigurationError("give the samples per microbatch with --batch-size (none: samples without batches)")

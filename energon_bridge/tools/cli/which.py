@@ -104,7 +104,8 @@ def command(
         chosen = list(named())
     ends = [one.microbatch for _, one in chosen if one.microbatch is not None]
     if out is not None and microbatch is None:
-        lanes, ranks = run.num_lanes, run.world_size
+        lanes = run.num_lanes
+        ranks = run.world_size
         turns = (steps[0] * run.per_step, (steps[-1] + 1) * run.per_step - 1)
         ends = [first_microbatch(turn, num_lanes=lanes, world_size=ranks) for turn in turns]
     # Answers before and after a state rest on different assumptions.

@@ -88,7 +88,8 @@ def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
             f"blend are shares of it: expected more than 0, and at most {_MOST_AMOUNT:g}"
         )
     small = np.int32 if float(whole.max()) <= np.iinfo(np.int32).max else np.int64
-    own, whole = own.astype(np.int64), whole.astype(small)
+    own = own.astype(np.int64)
+    whole = whole.astype(small)
     digest = hashlib.blake2b(own.tobytes(), digest_size=8).hexdigest()
     amounts = Amounts(of_samples=whole, total=int(own.sum()), fingerprint=digest)
     return dataclasses.replace(leaf, amounts=amounts)
@@ -134,15 +135,20 @@ class AmountDraws:
     """The leaves of the draws of one lane, from a position on."""
 
     def __init__(self, blend: AmountBlend, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> None:
-        self._blend, self._leaves, self._lane, self._origin = blend, leaves, lane, at.origin
-        self._draw, self._leaf_draws = at.draw, list(at.leaf_draws)
+        self._blend = blend
+        self._leaves = leaves
+        self._lane = lane
+        self._origin = at.origin
+        self._draw = at.draw
+        self._leaf_draws = list(at.leaf_draws)
         self._given = tuple(at.sums) or (0,) * len(leaves)
         self._sums = list(self._given)
         if at.draw == at.origin:
             self._sums = [blend.first_sum(lane, leaf) for leaf in leaves]
         self._chosen: deque[_Chosen] = deque()
         self._ahead: list[IntArray] = [np.zeros(0, dtype=np.int64)] * len(leaves)  # amounts of the next draws
-        self._size, self._at = _FEWEST, at.draw
+        self._size = _FEWEST
+        self._at = at.draw
         self._bans = sorted({start for leaf in leaves if leaf.bans is not None for start in leaf.bans.starts.tolist()})
         self._banned_from = -1
         self._spent: dict[int, list[bool]] = {-1: [False] * len(leaves)}  # by the start of the bans that hold
@@ -174,7 +180,8 @@ class AmountDraws:
 
     def _choose(self) -> _Chosen:
         """Choose some draws, all with the same weights and bans."""
-        draw, lanes = self._draw, self._blend.num_lanes
+        draw = self._draw
+        lanes = self._blend.num_lanes
         now = draw * lanes + self._lane
         shares = self._shares(now)
         if draw > self._origin and (old := self._shares(now - lanes)) != shares:
@@ -199,7 +206,8 @@ class AmountDraws:
             wanted[slowest] = 2 * wanted[slowest] + count
         order = order[: min(known, count)]
         sizes = [one.size for one in starts]
-        leaves, amounts = np.repeat(np.array(active), sizes)[order], amounts[order]
+        leaves = np.repeat(np.array(active), sizes)[order]
+        amounts = amounts[order]
         chosen = _Chosen(draw, leaves, amounts, tuple(self._sums))
         for leaf, number in zip(active, np.bincount(leaves, minlength=len(shares))[active].tolist(), strict=True):
             self._sums[leaf] += int(self._ahead[leaf][:number].sum())
@@ -227,7 +235,8 @@ class AmountDraws:
         """Return the next global draws at which weights or bans change; forget amounts if bans have."""
         known, banned_from = self._bans_at(now)
         if banned_from != self._banned_from:
-            self._banned_from, self._ahead = banned_from, [one[:0] for one in self._ahead]
+            self._banned_from = banned_from
+            self._ahead = [one[:0] for one in self._ahead]
         piece = self._blend.piece(now) + 1
         return [*self._bans[known : known + 1], *self._blend.starts[piece : piece + 1]]
 
@@ -242,7 +251,8 @@ class AmountDraws:
 
     def _starts(self, active: Sequence[int], wanted: Sequence[int]) -> tuple[list[IntArray], IntArray]:
         """Return the sums of some leaves before each of their next draws and after the last, and the amounts."""
-        starts, amounts = [], []
+        starts = []
+        amounts = []
         for leaf, count in zip(active, wanted, strict=True):
             while self._ahead[leaf].size < count:
                 self._look_up(leaf, count - self._ahead[leaf].size)
@@ -257,7 +267,8 @@ class AmountDraws:
 
     def _look_up(self, number: int, count: int) -> None:
         """Look up the amounts of further draws of a leaf."""
-        leaf, ahead = self._leaves[number], self._ahead[number]
+        leaf = self._leaves[number]
+        ahead = self._ahead[number]
         first = self._leaf_draws[number] + ahead.size
         rounds = leaf.order.rounds_at(self._lane, first, max(count, _LOOKED_UP))
         samples = rounds.indices[first - rounds.first :]

@@ -42,7 +42,9 @@ from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.columns.columns import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 from energon_bridge.tools.columns.expression import column_names, values_of_samples
 
-_BUCKETS, _LEAVES, _SPENT = 8, 9, 10
+_BUCKETS = 8
+_LEAVES = 9
+_SPENT = 10
 _TURNS = 4096
 """Microbatches whose buckets are looked up at once: counting those before is slow where there are many buckets."""
 _MOST_BUCKETS = 1000
@@ -147,19 +149,19 @@ def cut_into_buckets(
     for leaf in _with_shares(mix, leaves):
         own = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
         _check_turned(leaf, [*group_by, *([sizes] if isinstance(sizes, str) else [])], turns)
-        number, names = np.zeros(own.size, dtype=np.int64), [""]
+        number = np.zeros(own.size, dtype=np.int64)
+        names = [""]
         for text in group_by:
             values, places = np.unique(values_of_samples(leaf.dataset, text, own), return_inverse=True)
-            number, names = (
-                number * values.size + places,
-                [f"{name}x{value}".removeprefix("x") for name in names for value in map(_name, values.tolist())],
-            )
+            number = number * values.size + places
+            names = [f"{name}x{value}".removeprefix("x") for name in names for value in map(_name, values.tolist())]
         if isinstance(sizes, str):
             wanted = np.floor(values_of_samples(leaf.dataset, sizes, own).astype(np.float64))
         else:
             wanted = np.full(own.size, batch_size)
         for one in np.unique(number).tolist():
-            here, name = number == one, names[one]
+            here = number == one
+            name = names[one]
             found.setdefault(name, []).append((leaf, own[here]))
             rows[name] = min(rows.get(name, 1 << 30), int(wanted[here].min()))
         if len(found) > _MOST_BUCKETS:
@@ -193,7 +195,8 @@ def _check_turned(leaf: OpenLeaf, texts: Iterable[str], turns: bool | None) -> N
     """Raise ConfigurationError if sizes of images are not those that the decoder gives them."""
     if turns is None or not isinstance(leaf.dataset, PreparedDataset) or isinstance(leaf.dataset, ForeignDataset):
         return
-    path, known = leaf.dataset.path, read_columns(leaf.dataset.store)
+    path = leaf.dataset.path
+    known = read_columns(leaf.dataset.store)
     named = {name for text in texts for name in column_names(text)}
     for name in sorted({"width", "height"} & named & known.keys()):
         made_of = known[name].made_of.partition(", else ")[0]
@@ -306,7 +309,8 @@ class BucketBlend:
     @cached_property
     def blends(self) -> tuple[WeightedBlend, ...]:
         """For each bucket: which leaf, of all leaves, a draw in it comes from."""
-        found, schedules = [], [WeightSchedule.constant(weight) for weight in self.weights]
+        found = []
+        schedules = [WeightSchedule.constant(weight) for weight in self.weights]
         for bucket in range(len(self.rows)):
             own = [one if of == bucket else _NEVER for one, of in zip(schedules, self.of_leaf, strict=True)]
             key = fold(self.key, _LEAVES, bucket)

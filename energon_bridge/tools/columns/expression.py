@@ -200,7 +200,8 @@ class _Evaluation:
         return value.astype(np.int64) if value.dtype.kind == "b" else value
 
     def _arithmetic(self, node: ast.expr, left: ast.expr, op: ast.operator, right: ast.expr) -> np.ndarray:
-        first, second = self._number(left), self._number(right)
+        first = self._number(left)
+        second = self._number(right)
         if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and bool(np.any(second == 0)):
             self._refuse(right, "is a divisor that is 0 for some samples")
         integers = first.dtype.kind == "i" and second.dtype.kind == "i"
@@ -226,7 +227,8 @@ class _Evaluation:
             return is_in if isinstance(op, ast.In) else np.logical_not(is_in)
         if type(op) not in _COMPARISONS:
             self._refuse(right, "is compared with `is`: use == or !=")
-        first, second = self.value(left), self.value(right)
+        first = self.value(left)
+        second = self.value(right)
         if (first.dtype.kind == "U") != (second.dtype.kind == "U"):
             self._refuse(right, f"is {_kind(second)}, compared with {_kind(first)}")
         return np.asarray(_COMPARISONS[type(op)](first, second))
@@ -323,7 +325,8 @@ def _evaluated(
     if isinstance(dataset, (JoinedDataset, JsonlDataset)):
         what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
         raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
-    names, hint = column_names(text), ""
+    names = column_names(text)
+    hint = ""
     columns: dict[str, np.ndarray]
     if isinstance(dataset, ForeignDataset):
         known: Mapping[str, object] = dict.fromkeys(dataset.columns)

@@ -562,7 +562,8 @@ def sample_key(dataset: PreparedDataset, shard: int, index: int) -> str:
     if isinstance(dataset, ForeignDataset):
         return f"{int(dataset.shard_counts[:shard].sum()) + index:09d}"
     offsets = read_index(dataset, shard)
-    start, end = int(offsets[index]), int(offsets[index + 1])
+    start = int(offsets[index])
+    end = int(offsets[index + 1])
     data = dataset.store.read_range(dataset.shard_names[shard], start, end - start)
     where = f"{dataset.store.url(dataset.shard_names[shard])}, sample {index}"
     return parse_sample(data, where=where, parts=frozenset())[0]
@@ -585,7 +586,8 @@ def _kept_hashes(dataset: PreparedDataset) -> dict[_Shard, np.ndarray]:
 
 
 def _hashes(datasets: Sequence[PreparedDataset], place: _Place) -> np.ndarray:
-    dataset, shard = datasets[place[0]], place[1]
+    dataset = datasets[place[0]]
+    shard = place[1]
     where = dataset.store.url(dataset.shard_names[shard])
     if isinstance(dataset, ForeignDataset):
         return np.array([_hash_of_row(row, n) for n, row in enumerate(read_rows(dataset, shard))], dtype=np.int64)

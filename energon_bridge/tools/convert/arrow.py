@@ -372,7 +372,8 @@ def groups_of(path: Path) -> list[Group]:
 
 def _parquet_groups(path: str, stamp: Stamp, metadata: Any, store: Store | None = None) -> list[Group]:
     schema = metadata.schema.to_arrow_schema()
-    columns, labels = tuple(schema.names), _labels(schema.metadata)
+    columns = tuple(schema.names)
+    labels = _labels(schema.metadata)
     return [
         Group(
             path=path,
@@ -529,7 +530,8 @@ def _rel(store: Store, path: str) -> str:
 def _prefetched(store: Store, groups: Sequence[Group], columns: tuple[str, ...]) -> Any:
     """Return an open parquet file, of which some columns of some row groups have been read, all at once."""
     first = groups[0]
-    offsets, lengths = [], []
+    offsets = []
+    lengths = []
     for group in groups:
         row_group = first.metadata.row_group(group.group)
         for place in range(row_group.num_columns):
@@ -554,8 +556,10 @@ def _arrow_groups(store: Store, path: str, stamp: Stamp) -> list[Group]:
     "Encapsulated message format".)
     """
     arrow = pyarrow_modules()
-    rel, size = _rel(store, path), stamp[0]
-    start, schema = 0, None
+    rel = _rel(store, path)
+    size = stamp[0]
+    start = 0
+    schema = None
     groups: list[Group] = []
     columns: tuple[str, ...] = ()
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -574,7 +578,8 @@ def _arrow_groups(store: Store, path: str, stamp: Stamp) -> list[Group]:
         kind, rows, content = _message(window[8 : 8 + length])
         if kind == _SCHEMA:
             schema = arrow.ipc.read_schema(arrow.py_buffer(window[: 8 + length]))
-            columns, labels = tuple(schema.names), _labels(schema.metadata)
+            columns = tuple(schema.names)
+            labels = _labels(schema.metadata)
         elif kind == _BATCH:
             span = start, 8 + length + content
             if sum(span) > size:

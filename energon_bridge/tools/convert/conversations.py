@@ -147,7 +147,8 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
     if isinstance(value, Mapping):
         if said := [name for name in value if name in OPTIONS["video"] and value[name] is not None]:
             raise SourceError(f"`{column}`: {', '.join(said)} of a file would be lost: write it beside `{column}`.")
-        data, path = value.get("bytes"), value.get("path")
+        data = value.get("bytes")
+        path = value.get("path")
         if data is None and isinstance(path, str):
             return media_file(path, media, any_kind=not is_media_column(column))
         value = data
@@ -289,7 +290,8 @@ def _without_media(turn: Any, take: Callable[[str, Any, str], None]) -> Any:
 
 def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
     """Return a part of a message as it is stored: its type and text, without media. Raises SampleError."""
-    kind, text = part_kind(piece), None
+    kind = part_kind(piece)
+    text = None
     if kind == "text" and (text := part_text(piece)) is not None:
         return {"type": "text", "text": text}
     if kind is None or kind == "text":

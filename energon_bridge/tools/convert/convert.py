@@ -237,7 +237,8 @@ def _make_shards(
 ) -> Iterator[tuple[str, tuple[bool, list[str]] | None]]:
     """Yield the name of each shard of a plan and what `_make_shard` returned for it."""
     make = partial(_make_shard, parts.root, options, find_only)
-    done, total = 0, sum(len(numbers) for _, numbers in plan)
+    done = 0
+    total = sum(len(numbers) for _, numbers in plan)
     with closing(map_shards(make, _Jobs(source, options.layout, plan), num_workers=num_workers)) as results:
         for (shard, numbers), made in zip(plan, results, strict=True):
             done += len(numbers)
@@ -294,9 +295,11 @@ def split_numbers(count: int, rule: SplitRule) -> dict[str, np.ndarray]:
     blocks = -(-count // period)
     ranks = np.argsort(draws(key_of("convert split"), blocks * period).reshape(blocks, period), axis=1)
     places = np.argsort(ranks, axis=1).reshape(-1)[:count]
-    parts, so_far = {}, Fraction(0)
+    parts = {}
+    so_far = Fraction(0)
     for name, share in shares:
-        start, so_far = round(so_far * period), so_far + share / total
+        start = round(so_far * period)
+        so_far += share / total
         parts[name] = np.flatnonzero((places >= start) & (places < round(so_far * period)))
     return parts
 
@@ -325,7 +328,8 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
     if options.bytes_per_shard is None:
         yield from (numbers[at : at + most] for at in range(0, len(numbers), most))
         return
-    start, size = 0, END_BYTES
+    start = 0
+    size = END_BYTES
     for at, number in enumerate(numbers.tolist()):
         sample = _sample(source, options.layout, number)
         try:
@@ -335,7 +339,8 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
         full = options.samples_per_shard is not None and at - start >= options.samples_per_shard
         if at > start and (full or size + more > options.bytes_per_shard):
             yield numbers[start:at]
-            start, size = at, END_BYTES
+            start = at
+            size = END_BYTES
         size += more
     if start < len(numbers):
         yield numbers[start:]
@@ -345,7 +350,9 @@ class _Jobs(Sequence[_Job]):
     """The shards of a plan as jobs, each assembled when it is due."""
 
     def __init__(self, source: Source, layout: Layout, plan: Sequence[tuple[str, np.ndarray]]) -> None:
-        self._source, self._layout, self._plan = source, layout, plan
+        self._source = source
+        self._layout = layout
+        self._plan = plan
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -559,7 +566,8 @@ def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
     for path in (parts.path / _OPTIONS, root / META_FOLDER / _RECORDS / _OPTIONS):
         if not path.exists():
             continue
-        before, now = json.loads(path.read_bytes()), json.loads(told)
+        before = json.loads(path.read_bytes())
+        now = json.loads(told)
         names = sorted({*before, *now} - {"skip_errors"})
         other = [name for name in names if before.get(name) != now.get(name)]
         is_finished = (root / meta_path(INFO_JSON)).exists()

@@ -290,7 +290,8 @@ def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
     if not store.exists(meta_path(name)):
         return None, {}
     config = DatasetConfigs().read(store, name)
-    kind, where = config.form.sample_type, store.url(meta_path(name))
+    kind = config.form.sample_type
+    where = store.url(meta_path(name))
     if config.form.sample_loader is not None or (config.form.part_filter is not None and not config.form.field_map):
         raise MetadataError(f"{where}: a sample_loader needs parts, but a table has columns: use a field_map.")
     try:
@@ -497,7 +498,8 @@ def _mapped(group: Group, columns: tuple[str, ...]) -> Batches:
 
 def _batches(table: Any) -> Batches:
     batches: Batches = []
-    first, readers = 0, readers_of(table.schema)
+    first = 0
+    readers = readers_of(table.schema)
     for batch in table.to_batches():
         batches.append((first, list(zip(readers, batch.columns, readers.values(), strict=True))))
         first += batch.num_rows

@@ -27,7 +27,9 @@ def files_below(root: Path) -> tuple[list[str], tuple[str, ...]]:
     def refuse(error: OSError) -> None:
         raise SourceError(f"{error.filename}: cannot read this folder: {error.strerror}.") from error
 
-    files, hidden, links = [], 0, 0
+    files = []
+    hidden = 0
+    links = 0
     for folder, folders, names in os.walk(root, onerror=refuse):
         links += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
         inside = os.path.relpath(folder, root).replace(os.sep, "/")

@@ -94,7 +94,8 @@ class TableSource:
             entry = known_form(entry)
             if any(name in entry for name in CONVERSATIONS):
                 return conversation_row(entry, where, self._media)
-            values, files = dict(entry), {}
+            values = dict(entry)
+            files = {}
             for column in media_columns(entry, self._columns):
                 value = values.pop(column, None)
                 if value is not None and value != "":
@@ -138,7 +139,10 @@ class ListedEntries:
     """Entries in memory, of malformed ones their error; `unit` and `first` number them in messages."""
 
     def __init__(self, path: Path, entries: Sequence[Any], *, unit: str = "entry", first: int = 0) -> None:
-        self._path, self._entries, self._unit, self._first = path, entries, unit, first
+        self._path = path
+        self._entries = entries
+        self._unit = unit
+        self._first = first
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -166,14 +170,17 @@ class LineEntries:
         if remedy := utf16_remedy(bytes(text[:2]), str(path)):
             raise SourceError(f"{path}: {remedy}")
         filled = np.flatnonzero(np.diff(borders) > 2)  # `{}` and a line end: anything shorter is not an entry
-        self._starts, self._ends, self._lines = borders[:-1][filled], borders[1:][filled], filled + 1
+        self._starts = borders[:-1][filled]
+        self._ends = borders[1:][filled]
+        self._lines = filled + 1
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
         """Return an entry and its place in the source; raises SourceError."""
-        start, end = int(self._starts[number]), int(self._ends[number])
+        start = int(self._starts[number])
+        end = int(self._ends[number])
         where = f"{self._path}, line {self._lines[number]}"
         with self._path.open("rb") as file:
             file.seek(start)
@@ -344,7 +351,8 @@ class CocoSource:
     def __init__(self, path: Path, content: Mapping[str, Any], media: Path | None) -> None:
         self.where = str(path)
         self._media = (path.parent if media is None else media).absolute()
-        images, annotations = content["images"], content["annotations"]
+        images = content["images"]
+        annotations = content["annotations"]
         notes = [_coco_fault(one, image_id=_SCALAR, caption=_SCALAR) for one in annotations]
         faults = [_coco_fault(one, id=_SCALAR, file_name=str) for one in images]
         for name, some in (("annotations", notes), ("images", faults)):
@@ -431,11 +439,14 @@ def check_media_meant(rows: Sequence[Row], without: str) -> None:
     for row in rows:
         for name, value in row.values.items():
             if isinstance(value, str) and value.startswith(_BASE64):
-                what, remedy = "contains base64", "Write data URIs, data:image/jpeg;base64,… for a JPEG"
+                what = "contains base64"
+                remedy = "Write data URIs, data:image/jpeg;base64,… for a JPEG"
             elif isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
-                what, remedy = "contains URLs", "Download them first (img2dataset does)"
+                what = "contains URLs"
+                remedy = "Download them first (img2dataset does)"
             elif is_media_column(name) and value not in (None, "", []):
-                what, remedy = "has no files", "Write the paths of files, with their extensions"
+                what = "has no files"
+                remedy = "Write the paths of files, with their extensions"
             else:
                 continue
             raise SourceError(
@@ -459,7 +470,8 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
         return Layout(sample_type="TextSample", fields={"text": text})
     image = {"image": files[0]}
     bare = frozenset(files)
-    question, caption = _named(values, _QUESTIONS), _named(values, _CAPTIONS)
+    question = _named(values, _QUESTIONS)
+    caption = _named(values, _CAPTIONS)
     label = _named(values, _LABELS)
     if question is None and caption is not None and _ask([row.values.get(caption) for row in rows]):
         question = caption  # of POPE, whose answers are in `label`

@@ -159,14 +159,17 @@ class IndexedRows:
             ShardMissingError, CorruptShardError: A file is gone or has another size.
         """
         self._check()
-        dataset, index = self._dataset, self._dataset.index
+        dataset = self._dataset
+        index = self._dataset.index
         if dataset.window is not None:
             first, counts = dataset.window.bounds(indices, dataset.num_tokens)
             return self._rows(indices, [{} for _ in range(indices.size)], first * index.dtype.itemsize, counts)
         borders = np.stack(index.read("borders", indices, np.full(indices.size, 2)))
-        first, count = borders[:, 0], borders[:, 1] - borders[:, 0]
+        first = borders[:, 0]
+        count = borders[:, 1] - borders[:, 0]
         wrong = (first < 0) | (count < 0) | (borders[:, 1] > index.sequences)
-        first, count = np.where(wrong, 0, first), np.where(wrong, 0, count)
+        first = np.where(wrong, 0, first)
+        count = np.where(wrong, 0, count)
         entries = [index.read(name, first, count) for name in ("lengths", "pointers", "modes")[: 2 + index.has_modes]]
         found: list[dict[str, Any] | Exception] = []
         starts, counts = np.zeros((2, indices.size), np.int64)
@@ -298,8 +301,10 @@ def _read_index(store: Store, name: str) -> tuple[_Index, int, int]:
     for suffix in (".idx", ".bin"):
         if not store.exists(name + suffix):
             raise DatasetNotFoundError(f"{store.url(name + suffix)}: no such file. An index is NAME.idx and NAME.bin.")
-    path, bin_path = store.url(f"{name}.idx"), store.url(f"{name}.bin")
-    found, size = store.size(f"{name}.idx"), store.size(f"{name}.bin")
+    path = store.url(f"{name}.idx")
+    bin_path = store.url(f"{name}.bin")
+    found = store.size(f"{name}.idx")
+    size = store.size(f"{name}.bin")
     head = store.read_range(f"{name}.idx", 0, min(found, _HEADER.size)).ljust(_HEADER.size, b"\0")
     magic, version, code, sequences, borders = _HEADER.unpack(head)
     if (magic, version) != (_MAGIC, 1) or code not in _TYPES:
@@ -314,14 +319,16 @@ def _read_index(store: Store, name: str) -> tuple[_Index, int, int]:
         raise EmptyDatasetError(f"{bin_path}: has no tokens.")
     dtype = np.dtype(_TYPES[code])
     index = _Index(store, f"{name}.idx", found, dtype, sequences, borders - 1, found > expected)
-    at, ones = np.array([0, max(0, borders - 1)]), np.array([min(1, borders)] * 2)
+    at = np.array([0, max(0, borders - 1)])
+    ones = np.array([min(1, borders)] * 2)
     first, last = (entry.tolist() for entry in index.read("borders", at, ones))
     if first != [0] or last != [sequences]:
         raise SourceError(
             f"{path}: has {sequences} sequences, but its documents begin with {first} and end with {last}, so that "
             "some belong to none. Write it again, with end_document() after each document."
         )
-    at, ones = np.array([0, sequences - 1]), np.array([1, 1])
+    at = np.array([0, sequences - 1])
+    ones = np.array([1, 1])
     (start, begin), (_, length) = (
         np.concatenate(index.read(name, at, ones)).tolist() for name in ("pointers", "lengths")
     )

@@ -156,11 +156,13 @@ class ShardWriter:
                 extension, data = _encoded(value, f"{where}, field `{name}`")
                 part = extension if name == self._main_media else f"{name}.{extension}"
             elif hasattr(value, "__array__"):
-                part, data = f"{name}.npy", _npy(value)
+                part = f"{name}.npy"
+                data = _npy(value)
             elif name == self._text:
                 if not isinstance(value, str):
                     raise SourceError(f"{where}, field `{name}`: is a {type(value).__name__}, expected text.")
-                part, data = "txt", value.encode()
+                part = "txt"
+                data = value.encode()
             else:
                 _check_plain(value, kind, f"{where}, field `{name}`")
                 plain[name] = value

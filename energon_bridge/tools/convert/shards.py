@@ -144,7 +144,8 @@ class ShardFile:
 
     def close(self, *, made_of: str = "") -> ShardRecord:
         """Finish the tar, rename it and write its record. A shard without samples leaves only a record."""
-        record, size = self.record, self.num_bytes + END_BYTES
+        record = self.record
+        size = self.num_bytes + END_BYTES
         if self._checksums is not None and self.num_samples:
             record.checksums = self._checksums.finish(record.scan, size, _unlinked).encode()
         record.scan.offsets.append(self.num_bytes)

@@ -315,7 +315,8 @@ class FolderSource:
         name = self._media[number]
         if (shown := name.encode("utf-8", "backslashreplace").decode()) != name:
             raise SourceError(f"{self._root}/{shown}: the name is not UTF-8. Rename the file: convmv can.")
-        stem, extension = os.path.splitext(name)[0], self._found[name]
+        stem = os.path.splitext(name)[0]
+        extension = self._found[name]
         path = f"{self._root}/{name}"
         files: dict[str, FileRef] = {"image": FileRef(path, extension)}
         values: dict[str, object] = {}
@@ -534,7 +535,8 @@ class TarSource(_TarSamples):
         rel = meta_path(DEFAULT_DATASET_CONFIG)
         if self._prepared and self._store.exists(rel):
             config = read_document(self._store, rel).mapping()
-            kind, fields = config.get("sample_type"), config.get("field_map")
+            kind = config.get("sample_type")
+            fields = config.get("field_map")
             if isinstance(kind, dict) and isinstance(fields, dict) and "__class__" in kind:
                 return Layout(sample_type=kind["__class__"], fields=fields)
         return _CRUDE

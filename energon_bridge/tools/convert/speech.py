@@ -32,7 +32,8 @@ from energon_bridge.tools.convert.rows import FileRef, Layout, Row, Source, loca
 
 PROMPT = "Transcribe the speech."
 """The question about each sound, if none is given."""
-_FILE, _TAKEN = "audio_filepath", ("audio_filepath", "offset", "duration", "text")
+_FILE = "audio_filepath"
+_TAKEN = ("audio_filepath", "offset", "duration", "text")
 _TOLERANCE = 0.2
 """Seconds by which a file may differ from its `duration`, or end before a part of it does."""
 _LOOKED_AT = 20
@@ -95,7 +96,8 @@ def as_flac(samples: np.ndarray, rate: int) -> bytes:
         samples = np.clip(np.rint(samples * 32768), -32768, 32767).astype(np.int16)
     elif samples.dtype == np.uint8:
         samples = (samples.astype(np.int16) - 128) << 8
-    av, form = import_av(), "s32" if samples.dtype == np.int32 else "s16"
+    av = import_av()
+    form = "s32" if samples.dtype == np.int32 else "s16"
     file = io.BytesIO()
     with av.open(file, "w", format="flac") as out:
         layout = {1: "mono", 2: "stereo"}.get(len(samples), f"{len(samples)} channels")
@@ -105,7 +107,8 @@ def as_flac(samples: np.ndarray, rate: int) -> bytes:
         for start in range(0, samples.shape[1], rate):
             piece = packed[:, start * len(samples) : (start + rate) * len(samples)]
             frame = av.AudioFrame.from_ndarray(piece, format=form, layout=layout)
-            frame.sample_rate, frame.pts = rate, start
+            frame.sample_rate = rate
+            frame.pts = start
             out.mux(stream.encode(frame))
         out.mux(stream.encode(None))
     return file.getvalue()
@@ -149,7 +152,8 @@ class SpeechSource(TableSource):
             )
         file = media_file(path, self._media)
         assert isinstance(file, FileRef)
-        begin, seconds = _seconds(entry, "offset"), _seconds(entry, "duration")
+        begin = _seconds(entry, "offset")
+        seconds = _seconds(entry, "duration")
         whole = begin is None
         return SoundPart(file.path, file.extension if whole else "flac", begin or 0.0, seconds, whole)
 
@@ -201,7 +205,8 @@ def as_speech(source: Source, media: Path | None, prompt: str) -> SpeechSource |
 
 def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
     """Open a folder of Kaldi; raises SourceError if a file is missing or cannot be read."""
-    texts, recordings = dict(_lines(folder / "text")), dict(_lines(folder / "wav.scp"))
+    texts = dict(_lines(folder / "text"))
+    recordings = dict(_lines(folder / "wav.scp"))
     listed = "segments" if (folder / "segments").exists() else "wav.scp"
     if listed == "segments":
         places = {name: _segment(rest, recordings) for name, rest in _lines(folder / "segments")}
@@ -236,6 +241,7 @@ def _segment(rest: str, recordings: Mapping[str, str]) -> dict[str, Any]:
     recording, *times = rest.split()[:3]
     place = {_FILE: recordings.get(recording, f"{recording} is not in wav.scp"), "offset": times[0] if times else "?"}
     with suppress(ValueError, IndexError):
-        begin, end = float(times[0]), float(times[1])
+        begin = float(times[0])
+        end = float(times[1])
         return place if end == -1 else {**place, "duration": end - begin}  # -1: to the end of the recording
     return {**place, "duration": rest}

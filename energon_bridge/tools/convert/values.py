@@ -151,7 +151,8 @@ def _time(scalar: Any) -> Any:
     if inside is None:
         return None
     kind = inside.type
-    below, text = 0, ""
+    below = 0
+    text = ""
     try:
         if getattr(kind, "unit", "") == "ns":
             micro, below = divmod(inside.value, 1000)
@@ -198,7 +199,8 @@ def numbers_or_texts(chunks: Sequence[Any], where: str) -> np.ndarray:
     found.pop(None, None)
     if len(found) > 1 or "" in found:
         raise ConfigurationError(f"{where} is {' and '.join(found.values())}, but filters take numbers and texts.")
-    arrays, masks = [np.empty(0, bool)], [np.empty(0, bool)]
+    arrays = [np.empty(0, bool)]
+    masks = [np.empty(0, bool)]
     for chunk in plain:
         masks.append(np.asarray(chunk.is_null().to_numpy(zero_copy_only=False), bool))
         if "text" in found:
@@ -208,7 +210,8 @@ def numbers_or_texts(chunks: Sequence[Any], where: str) -> np.ndarray:
             arrays.append(np.ones(len(chunk), bool) if is_null else _numbers(chunk))
     if "text" in found:
         del arrays[0]
-    values, mask = np.concatenate(arrays), np.concatenate(masks)
+    values = np.concatenate(arrays)
+    mask = np.concatenate(masks)
     return np.ma.masked_array(values, mask) if mask.any() else values
 
 
@@ -245,7 +248,8 @@ def _numbers(chunk: Any) -> np.ndarray:
     """Return an array of numbers as filters compute with them (signed, or floats), with 1 where there is none."""
     import pyarrow
 
-    types, kind = pyarrow.types, chunk.type
+    types = pyarrow.types
+    kind = chunk.type
     if types.is_decimal(kind):
         chunk = chunk.cast(pyarrow.float64())
     elif types.is_float16(kind):

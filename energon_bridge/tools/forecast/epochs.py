@@ -120,7 +120,9 @@ def forecast(run: Run, steps: int) -> Forecast:
     Raises:
         ConfigurationError: The stream is not endless.
     """
-    spec, plan, ranks = run.spec, run.plan, run.world_size
+    spec = run.spec
+    plan = run.plan
+    ranks = run.world_size
     if spec.ends:
         raise ConfigurationError(
             "forecasts are for endless training; in a pass, the mix says how often each dataset is read"
@@ -129,11 +131,13 @@ def forecast(run: Run, steps: int) -> Forecast:
     counts = draws_per_leaf(run, steps)
     sizes = np.array([leaf.num_samples for leaf in spec.ordered])
     order = _order_of_mix(run)
-    shares, weights = _shares(run, 0), _weights(run, 0) if spec.unit else None
+    shares = _shares(run, 0)
+    weights = _weights(run, 0) if spec.unit else None
     leaves = []
     looked_at = max(1, min(plan.num_lanes, _LANES_LOOKED_AT // len(spec.leaves)))
     for leaf, number, written in zip(spec.leaves, order, _written(run), strict=True):
-        row, drawn = plan.rows[number], int(counts[number])
+        row = plan.rows[number]
+        drawn = int(counts[number])
         mean = Fraction(int(leaf.dataset.shard_sizes.sum()), leaf.dataset.num_samples)
         leaves.append(
             LeafForecast(
@@ -179,7 +183,8 @@ def draws_per_leaf(run: Run, steps: int) -> IntArray:
     lanes = run.num_lanes
     m = first_microbatch(steps * run.per_step, num_lanes=lanes, world_size=run.world_size)
     draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
-    leaves, blend = run.plan.leaves, run.plan.blend
+    leaves = run.plan.leaves
+    blend = run.plan.blend
     if isinstance(blend, AmountBlend):
         ends = np.rint(np.cumsum(expected_draws(blend, leaves, sum(draws)))).astype(np.int64)
         return ends - np.concatenate(([0], ends[:-1]))
@@ -244,7 +249,8 @@ def _schedule(
     """Return the shares at the beginning, at each point of a schedule and at the end, and at the draws `between`."""
     if run.spec.mode != "weights" or not run.spec.mix.is_scheduled:
         return ()
-    lanes, rows = run.num_lanes, run.spec.rows
+    lanes = run.num_lanes
+    rows = run.spec.rows
     curve = []
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         m = point // lanes // rows * lanes + point % lanes
@@ -285,7 +291,9 @@ def _why(config: WorkerConfig) -> str:
     return f"a multiple of 24 and of the world size {config.dp_size}"
 
 
-_PARTS, _DRAWS, _TIMES = 10, 32, 8
+_PARTS = 10
+_DRAWS = 32
+_TIMES = 8
 
 
 def mixing(order: LeafOrder, lanes: int) -> float:

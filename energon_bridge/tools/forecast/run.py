@@ -76,7 +76,8 @@ class Run:
 def run_of_mix(spec: DatasetSpec) -> Run:
     """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
     plan = plan_run(spec, spec.worker_config)
-    ranks, group = plan.config.dp_size, plan.config.microbatches_per_global_batch
+    ranks = plan.config.dp_size
+    group = plan.config.microbatches_per_global_batch
     Ownership(plan.num_lanes, ranks, 0)  # refuses more ranks than lanes
     if spec.buckets is not None:
         raise _of_buckets()
@@ -114,7 +115,9 @@ def run_of_state(
         ConfigurationError: The mix has to be given, or the content of samples decides the order.
     """
     saved = read(state)
-    settings, kind, lanes = saved.settings, saved.kind, saved.lanes
+    settings = saved.settings
+    kind = saved.kind
+    lanes = saved.lanes
     if "buckets" in settings:
         raise _of_buckets()
     held = sum(len(lane.held.rows) for lane in lanes.values())
@@ -184,7 +187,8 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
         SettingMismatchError: The windows are not those of the state.
     """
     settings = {} if run.state is None else run.state["settings"]
-    group, window = group or settings.get("balance_window_of"), window or settings.get(WINDOWS, 1)
+    group = group or settings.get("balance_window_of")
+    window = window or settings.get(WINDOWS, 1)
     if not isinstance(cost, ColumnCost):
         raise ConfigurationError(f"--balance must name a ColumnCost, got {type(cost).__name__}")
     if run.spec.ends:
@@ -235,7 +239,8 @@ def _spec_of_state(
         dataset = opener.open(ref)
         lines, _, text = row["subset"].partition(" where ")
         first, _, last = lines.partition(":")
-        start, stop = int(first or 0), int(last or dataset.num_samples)
+        start = int(first or 0)
+        stop = int(last or dataset.num_samples)
         leaf = OpenLeaf(
             dataset=dataset,
             start=start,

@@ -150,7 +150,8 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
 
 def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
     """Name one microbatch of each rank: those after the first `turn` of each."""
-    lanes, ranks = run.num_lanes, run.world_size
+    lanes = run.num_lanes
+    ranks = run.world_size
     m = first_microbatch(turn, num_lanes=lanes, world_size=ranks)
     stand = run.microbatches
     if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
@@ -173,7 +174,8 @@ def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
 def _name_shared_steps(
     run: Run, steps: Iterable[int], sharing: Sharing, *, keys: bool
 ) -> Iterator[list[NamedMicrobatch]]:
-    names, of_sample = _Names(run, keys=False), _SampleNames(run.plan.leaves, keys=keys)
+    names = _Names(run, keys=False)
+    of_sample = _SampleNames(run.plan.leaves, keys=keys)
     planned: GlobalBatches | None = None
     window: list[SharedBatch] = []
     for step in steps:
@@ -257,7 +259,8 @@ class _Names:
         return self._moved(lane, self._stand(lane, self._run.microbatches if m >= known else m), m)
 
     def _moved(self, lane: int, stand: LaneState, m: int) -> LaneState:
-        number, blend = microbatches_before(lane, m, self._run.num_lanes), self._run.plan.blend
+        number = microbatches_before(lane, m, self._run.num_lanes)
+        blend = self._run.plan.blend
         draw = stand.draw + (number - stand.microbatches) * self._run.spec.rows
         if draw == stand.draw:
             return replace(stand, microbatches=number, taken=0)
@@ -267,8 +270,10 @@ class _Names:
         return LaneState(number, draw, 0, tuple(leaf_draws.tolist()), stand.origin)
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
-        lane, rows = m % self._run.num_lanes, self._run.spec.rows
-        stand, number = self._stand(lane, m), microbatches_before(lane, m, self._run.num_lanes)
+        lane = m % self._run.num_lanes
+        rows = self._run.spec.rows
+        stand = self._stand(lane, m)
+        number = microbatches_before(lane, m, self._run.num_lanes)
         if self.walks:
             first, at, draws = self._walks.get(lane) or (-1, 0, None)
             if draws is None or first != stand.microbatches or at > number:
@@ -308,7 +313,8 @@ class _Names:
     @cached_property
     def _is_one_mix(self) -> bool:
         """Whether the lanes of the state have drawn from the leaves what this mix would have from the beginning on."""
-        leaves, blend = self._run.plan.leaves, self._run.plan.blend
+        leaves = self._run.plan.leaves
+        blend = self._run.plan.blend
         return all(
             not state.origin and [*state.leaf_draws] == standing(leaves, blend, lane, state.draw).leaf_draws
             for lane, state in self._run.lanes.items()
@@ -324,7 +330,8 @@ class _SampleNames:
         self._keys = KeyNames() if keys else None
 
     def of(self, row: int, leaf: int, index: int, epoch: int, output: int = 0) -> NamedSample:
-        whole, ends = self._leaves[leaf].dataset, self._ends[leaf]
+        whole = self._leaves[leaf].dataset
+        ends = self._ends[leaf]
         dataset = _on_disk(whole)
         place = int(whole.rows[index, 0]) if isinstance(whole, JoinedDataset) else index
         number = int(np.searchsorted(ends, place, side="right"))
@@ -356,8 +363,11 @@ def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
 
 def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobatch]:
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
-    spec, plan, ranks = run.spec, run.plan, run.world_size
-    asked, epoch = step, 0
+    spec = run.spec
+    plan = run.plan
+    ranks = run.world_size
+    asked = step
+    epoch = 0
     if (other := spec.settings.conventions.stands_for) is not None:
         raise ConfigurationError(f"cannot name the steps of a pass for a loader of the drop-in of {other}")
     draws = plan.draws_of_pass(epoch)
@@ -367,13 +377,15 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
             raise ConfigurationError(
                 f"a pass has {steps} steps on {ranks} ranks, numbered from 0; there is no step {asked}"
             )
-        epoch, step = epoch + 1, step - steps
+        epoch += 1
+        step -= steps
         draws = plan.draws_of_pass(epoch)
         end = spec.end(draws.num_draws, ranks)
     delivered = []
     for rank in range(ranks):
         m = step * ranks + rank
-        start, stop = m * spec.rows, min((m + 1) * spec.rows, draws.num_draws)
+        start = m * spec.rows
+        stop = min((m + 1) * spec.rows, draws.num_draws)
         if m >= end:
             delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
             continue

@@ -144,7 +144,8 @@ def _folder_in(place: Folder, name: str) -> Folder:
 
 def _free(place: Folder, name: str) -> str:
     """Return a name that nothing in the folder has."""
-    number, free = 1, name
+    number = 1
+    free = name
     while free in place:
         number += 1
         free = f"{name}~{number}"

@@ -107,7 +107,8 @@ def as_image(value: Any) -> Any:
     pixels = pixels[::step, ::step]
     if pixels.dtype != np.uint8:
         pixels = np.nan_to_num(pixels.astype(np.float32))
-        low, high = float(pixels.min()), float(pixels.max())
+        low = float(pixels.min())
+        high = float(pixels.max())
         if low < 0 or high > 1:  # normalised: shown from its darkest to its brightest value
             pixels = (pixels - low) / max(high - low, 1e-12)
         pixels = (255 * pixels).astype(np.uint8)

@@ -358,7 +358,8 @@ def _position(facts: Mapping[str, int]) -> tuple[int | None, ...]:
 def histogram(name: str, values: Iterable[int]) -> dict[str, Any]:
     """Return a histogram of values; the bins are logarithmic if values differ by orders of magnitude."""
     ordered = sorted(values)
-    low, high = ordered[0], ordered[-1]
+    low = ordered[0]
+    high = ordered[-1]
     log = low > 0 and high / low > 100
     edges = list(_log_edges(low, high) if log else _even_edges(low, high))
     counts = [0] * (len(edges) - 1)

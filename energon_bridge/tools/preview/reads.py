@@ -25,15 +25,20 @@ from energon_bridge.core.order.rng import IntArray
 from energon_bridge.tools.forecast.run import Run
 from energon_bridge.tools.forecast.samples import name_steps
 
-_COLUMNS, _ROWS = 1000, 500
-_FEWEST_COLUMNS, _FEWEST_ROWS = 100, 60
+_COLUMNS = 1000
+_ROWS = 500
+_FEWEST_COLUMNS = 100
+_FEWEST_ROWS = 60
 _COLORS = np.array(
     [(68, 119, 170), (204, 119, 51), (34, 136, 102), (170, 68, 119), (136, 119, 34), (85, 102, 204)], dtype=np.float64
 )
 """The colours of the ranks, in turn."""
 _PAPER = 255.0
 _YIELDS = ("SavableDataLoader.yield", "BasicDataLoader.yield")
-_LEFT, _TOP, _RIGHT, _BOTTOM = 210, 16, 16, 54
+_LEFT = 210
+_TOP = 16
+_RIGHT = 16
+_BOTTOM = 54
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +85,9 @@ def reads_of_run(run: Run, first_step: int, num_steps: int) -> Reads:
     Raises:
         ConfigurationError: There are no such steps.
     """
-    leaves, bands, first = run.spec.leaves, [], 0
+    leaves = run.spec.leaves
+    bands = []
+    first = 0
     offsets = {}
     for leaf in leaves:
         count = leaf.stop - leaf.start
@@ -169,7 +176,9 @@ def _events(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 def _collected(bands: tuple[Band, ...], first: int, count: int, triples: Iterable[tuple[int, int, int]]) -> Reads:
     reads: IntArray = np.fromiter(chain.from_iterable(triples), dtype=np.int64).reshape(-1, 3)
-    steps, ranks, samples = reads[:, 0], reads[:, 1], reads[:, 2]
+    steps = reads[:, 0]
+    ranks = reads[:, 1]
+    samples = reads[:, 2]
     return Reads(bands=bands, first_step=first, num_steps=count, steps=steps, ranks=ranks, samples=samples)
 
 
@@ -187,7 +196,8 @@ def count_reads(reads: Reads) -> list[BandFacts]:
 def picture_of(reads: Reads, *, columns: int = _COLUMNS, rows: int = _ROWS) -> Image.Image:
     """Return the picture: white where nothing is read, and a rank's colour the stronger, the more it reads there."""
     total = max(1, sum(band.count for band in reads.bands))
-    columns, rows = max(1, min(columns, reads.num_steps)), max(1, min(rows, total))
+    columns = max(1, min(columns, reads.num_steps))
+    rows = max(1, min(rows, total))
     # If there are few reads, use larger cells: isolated pixels would be hard to see.
     coarser = min(1.0, (reads.samples.size / (columns * rows)) ** 0.5)
     columns = max(min(columns, _FEWEST_COLUMNS), round(columns * coarser))
@@ -231,7 +241,8 @@ def write_picture(path: Path, reads: Reads, *, title: str) -> None:
 
 def _svg(reads: Reads, png: bytes, title: str) -> str:
     """Return the pixels with axes and legend, without scripts or external files."""
-    width, height = _LEFT + _COLUMNS + _RIGHT, _TOP + _ROWS + _BOTTOM
+    width = _LEFT + _COLUMNS + _RIGHT
+    height = _TOP + _ROWS + _BOTTOM
     total = max(1, sum(band.count for band in reads.bands))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -242,7 +253,8 @@ def _svg(reads: Reads, png: bytes, title: str) -> str:
         f'style="image-rendering:pixelated" href="data:image/png;base64,{base64.b64encode(png).decode()}"/>',
     ]
     for band in reads.bands:
-        top, high = _TOP + _ROWS * band.first / total, _ROWS * band.count / total
+        top = _TOP + _ROWS * band.first / total
+        high = _ROWS * band.count / total
         name = band.name if len(band.name) <= 30 else f"…{band.name[-29:]}"
         parts.append(f'<line x1="{_LEFT - 6}" x2="{_LEFT + _COLUMNS}" y1="{top:.1f}" y2="{top:.1f}" stroke="#bbb"/>')
         if high >= 12:

@@ -232,7 +232,8 @@ def _turns(value: Any) -> list[Item]:
         return []
     turns: list[Item] = []
     for turn in value[:_MOST_ITEMS]:
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        role = turn.get("role", turn.get("from"))
+        content = turn.get("content", turn.get("value"))
         beside = {name: said for name, said in turn.items() if name not in _OWN_KEYS and said is not None}
         if not isinstance(role, str) or (content is None and not beside):
             return []
@@ -313,7 +314,8 @@ def _clip(value: AVDecoder) -> Clip | Text:
     except ConfigurationError:  # PyAV is not installed; browsers do not need it
         said = ""
     text = f"{value!r}{': ' if said else ''}{said}"
-    stream, suffix = value.stream, value.suffix
+    stream = value.stream
+    suffix = value.suffix
     size = len(stream) if isinstance(stream, bytes) else stream.size if isinstance(stream, ByteRange) else None
     if suffix not in _PLAYABLE or size is None or size > _MOST_BYTES:
         return Text("note", text)

@@ -189,7 +189,8 @@ def shared_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
     if limit is None or limit >= sum(sizes):
         return list(sizes)
     counts = [0] * len(sizes)
-    left, open_ones = limit, list(range(len(sizes)))
+    left = limit
+    open_ones = list(range(len(sizes)))
     while left and open_ones:
         each, rest = divmod(left, len(open_ones))
         for place, number in enumerate(open_ones):

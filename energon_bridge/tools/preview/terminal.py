@@ -107,7 +107,8 @@ def waveform(samples: np.ndarray, columns: int) -> Iterator[Styled]:
     for above in range(_WAVE_LINES, -_WAVE_LINES, -2):
         line = ""
         for top, bottom in heights:
-            upper, lower = -bottom < above <= top, -bottom < above - 1 <= top
+            upper = -bottom < above <= top
+            lower = -bottom < above - 1 <= top
             line += _BLOCKS[2 * upper + lower]
         yield Styled(line, "cyan")
 
@@ -159,7 +160,8 @@ def _clip(clip: Clip, columns: int) -> Iterator[Styled]:
 
 
 def _bar(row: ShownRow) -> Styled:
-    bar, end = Styled(), 0
+    bar = Styled()
+    end = 0
     for place, one in enumerate(row.segments):
         segment = one.segment
         bar.append("·" * round(_BAR * (segment.start - end) / row.length), "dim")

@@ -18,7 +18,8 @@ _MOST_TEXT = 60
 
 def text_of(record: Any, names: Iterable[str]) -> str:
     """Return the text of a sample or batch with those fields, without meta fields."""
-    title, parts = title_of(record), []
+    title = title_of(record)
+    parts = []
     for name, value in shown_fields(record, names):
         if value is not None:
             parts.append(f"{name} {value_text(value)}")

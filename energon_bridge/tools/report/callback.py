@@ -73,7 +73,8 @@ class RunReport(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record a microbatch, and the step that it ends."""
-        loader, recorder = training_loader(trainer), self._recorder
+        loader = training_loader(trainer)
+        recorder = self._recorder
         step = trainer.global_step
         ended = step != self._step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

@@ -90,7 +90,8 @@ def _mix(ranks: Sequence[RankSummary]) -> list[Block]:
     for number, (name, rows) in enumerate(zip(names, together, strict=True)):
         planned = None if any(row.planned is None for row in rows) else rows[0].planned
         counts = {column: sum(row.counts[column] for row in rows) for column in rows[0].counts}
-        share, hue = counts["samples"] / total, hues.get(number)
+        share = counts["samples"] / total
+        hue = hues.get(number)
         square = {} if hue is None else {"hue": hue}
         lines.append(
             [
@@ -150,7 +151,8 @@ def _balance(ranks: Sequence[RankSummary], recorder: RunRecorder) -> list[Block]
     ):
         if name not in recorder.balance:
             return []
-        before, after = recorder.balance[f"{name}_before"], recorder.balance[name]
+        before = recorder.balance[f"{name}_before"]
+        after = recorder.balance[name]
         high = max(1.01, *(point[4] for curve in (before, after) for point in curve.points))
         lines = [_line(_means(before), "as it came", 0, dashed=True), _line(_means(after), "balanced", 0)]
         blocks += [

@@ -131,8 +131,11 @@ class RunRecorder:
     """
 
     def __init__(self) -> None:
-        self.loss, self.waiting, self.draws = Curve(), Curve(), Draws()
-        self.validation, self.rate = Curve(), Curve()
+        self.loss = Curve()
+        self.waiting = Curve()
+        self.draws = Draws()
+        self.validation = Curve()
+        self.rate = Curve()
         self.balance: dict[str, Curve] = {}
         self._balanced: tuple[int, list[float]] = (0, [0.0] * len(BALANCE))
         self.not_finite = 0
@@ -170,7 +173,8 @@ class RunRecorder:
             if len(self._pending_batches) >= _LOSSES_AT_ONCE:
                 self._flush_batches()
         made = _make_seconds(loader)
-        before, self._seen = self._seen, (loader.wait_seconds, made or 0.0)
+        before = self._seen
+        self._seen = (loader.wait_seconds, made or 0.0)
         took = self._seen[0] - before[0] if made is None else made - before[1]
         self._microbatches += 1
         slowest = self.slowest
@@ -184,8 +188,10 @@ class RunRecorder:
         """Record the end of an optimizer step, with its loss, which may be on a device, and its learning rate."""
         if rate is not None:
             self.rate.add(step, rate)
-        now, waited = time.perf_counter(), 0.0 if loader is None else loader.wait_seconds
-        passed, spent = now - self._marks[0], waited - self._marks[1]
+        now = time.perf_counter()
+        waited = 0.0 if loader is None else loader.wait_seconds
+        passed = now - self._marks[0]
+        spent = waited - self._marks[1]
         self._marks = (now, waited)
         self.seconds += passed
         self.waited += spent
@@ -206,8 +212,11 @@ class RunRecorder:
         balance_sums = getattr(_inner(loader), "balance_sums", None)
         if balance_sums is None:
             return
-        count, own, sums = balance_sums[0], balance_sums[1], list(balance_sums[2][: len(BALANCE)])
-        before, self._balanced = self._balanced, (count, sums)
+        count = balance_sums[0]
+        own = balance_sums[1]
+        sums = list(balance_sums[2][: len(BALANCE)])
+        before = self._balanced
+        self._balanced = (count, sums)
         if count <= before[0]:
             return
         values = [(after - known) / (count - before[0]) for after, known in zip(sums, before[1], strict=True)]
@@ -224,13 +233,15 @@ class RunRecorder:
     def set_losses(self, losses: Mapping[int, float]) -> None:
         """Replace the losses by those given for each step."""
         self._pending.clear()
-        self.loss, self.not_finite = Curve(), 0
+        self.loss = Curve()
+        self.not_finite = 0
         for step, loss in losses.items():
             self.add_loss(step, loss)
 
     def _flush_batches(self) -> None:
         """Keep those of the last microbatches that have the highest losses."""
-        pending, self._pending_batches = self._pending_batches, []
+        pending = self._pending_batches
+        self._pending_batches = []
         if pending:
             values = torch.stack([loss.float() for loss, *_ in pending]).tolist()
             for value, entry in zip(values, pending, strict=True):
@@ -264,7 +275,9 @@ class RunRecorder:
         """Go on from what `state_dict` returned."""
         self.loss, self.waiting = (Curve(state[name][1], state[name][0]) for name in ("loss", "waiting"))
         self.balance = {name: Curve(points, per) for name, (per, points) in state["balance"].items()}
-        self.not_finite, self.seconds, self.waited = state["not_finite"], state["seconds"], state["waited"]
+        self.not_finite = state["not_finite"]
+        self.seconds = state["seconds"]
+        self.waited = state["waited"]
         # A state from before they were recorded has no curves, and the slowest of the first rank without its number.
         self.validation, self.rate = (Curve(*state.get(name, (1, ()))[::-1]) for name in ("validation", "rate"))
         self._rank = state.get("rank", 0)
@@ -332,7 +345,8 @@ def summary(recorder: RunRecorder, loader: EnergonDataloader | None) -> RankSumm
     inner = None if loader is None else _inner(loader)
     if loader is not None and inner is None:
         return None
-    spec, config = getattr(inner, "spec", None), getattr(inner, "config", None)
+    spec = getattr(inner, "spec", None)
+    config = getattr(inner, "config", None)
     return RankSummary(
         rank=0 if config is None else config.dp_rank,
         ranks=1 if config is None else config.dp_size,

@@ -135,7 +135,8 @@ def divide(costs: npt.ArrayLike, group: int, ranks: int, key: int) -> list[tuple
     divided: list[tuple[Integers, tuple[float, ...]]] = []
     for before, numbers in zip(came, groups, strict=True):
         runs = numbers[assign_microbatches(values[numbers], ranks)]
-        after, moved = imbalance(values, runs), int(np.count_nonzero(runs % ranks != np.arange(ranks)))
+        after = imbalance(values, runs)
+        moved = int(np.count_nonzero(runs % ranks != np.arange(ranks)))
         divided.append((runs, (before.step, after.step, before.round, after.round, moved / group)))
     return divided
 
@@ -145,7 +146,8 @@ def _best(costs: Integers, came: Integers) -> Integers:
     ranks = came.shape[1]
     order = np.argsort(-costs, kind="stable")  # ties by position
     dealt = _exchanged(costs, _differenced(costs, order.reshape(-1, ranks)))
-    limit, rounds = _step(costs, came), _rounds(costs, came)
+    limit = _step(costs, came)
+    rounds = _rounds(costs, came)
     best = dealt if _step(costs, dealt) <= limit else _sorted(costs, came)
     if best is dealt and _step(costs, dealt) * _GAIN <= _mean(costs, ranks) * (_GAIN + 1):
         return dealt  # no other can be lower by more than that
@@ -179,7 +181,8 @@ def _differenced(costs: Integers, rounds: Integers) -> Integers:
     while len(divisions) > 1:
         _, _, sums, rows = heapq.heappop(divisions)
         _, _, other_sums, other_rows = heapq.heappop(divisions)
-        down, up = np.argsort(-sums, kind="stable"), np.argsort(other_sums, kind="stable")
+        down = np.argsort(-sums, kind="stable")
+        up = np.argsort(other_sums, kind="stable")
         sums = sums[down] + other_sums[up]
         rows = np.concatenate([rows[:, down], other_rows[:, up]])
         heapq.heappush(divisions, (int(sums.min() - sums.max()), number, sums, rows))

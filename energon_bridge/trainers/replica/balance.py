@@ -289,7 +289,8 @@ class ExchangingLoader(BalancedLoader):
         """Return the microbatches of the next window that this rank runs; after an error all ranks begin it again."""
         self._load(self._turns)
         assert self._exchange is not None
-        share, skipped = self._share, self._skipped
+        share = self._share
+        skipped = self._skipped
         try:
             batches = self._exchange.outcome()  # if interrupted here, the next call waits again
         except Exception:
@@ -431,7 +432,8 @@ class ExchangingLoader(BalancedLoader):
         """Drop the batches loaded ahead."""
         if self._exchange is not None:
             self._exchange.join()
-        self._exchange, self._stream = None, None
+        self._exchange = None
+        self._stream = None
         self._ready.clear()
         self._skipped = 0
         self._share = _Share(number=self._share.number)
@@ -454,14 +456,16 @@ def _check(loader: Any, balance: Balance, *, asks: bool) -> int:
             f"balance needs a loader from get_savable_loader, whose state counts microbatches, got "
             f"{type(loader).__name__}"
         )
-    spec, config = loader.spec, loader.config
+    spec = loader.spec
+    config = loader.config
     if spec.ends or spec.settings.virtual_epoch_length is not None:
         kind = "a finite stream" if spec.ends else "a virtual epoch"
         raise ConfigurationError(
             f"balance needs an endless training stream, got {kind}, whose last global batch may lack microbatches: "
             "leave balance out (for validation), or train without repeat=False and virtual_epoch_length"
         )
-    size, ranks = config.microbatches_per_global_batch, config.dp_size
+    size = config.microbatches_per_global_batch
+    ranks = config.dp_size
     peers = Peers(balance.group)
     if (asks or balance.group is not None) and (peers.rank, peers.size) != (config.dp_rank, ranks):
         raise ConfigurationError(

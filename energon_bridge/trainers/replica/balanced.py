@@ -47,8 +47,10 @@ class BalancedLoader(ABC):
 
     def __init__(self, loader: SavableDataLoader, rounds: int, window: int) -> None:
         self.loader = loader
-        self._rounds, self._window = rounds, window
-        self._global_batches, self._own_cost = 0, 0.0
+        self._rounds = rounds
+        self._window = window
+        self._global_batches = 0
+        self._own_cost = 0.0
         self._sums = [0.0] * len(_FIGURES)
 
     @property
@@ -257,7 +259,9 @@ class OwnShareLoader(BalancedLoader):
 
     def __init__(self, loader: SavableDataLoader, sharing: Sharing, group: Any) -> None:
         super().__init__(loader, sharing.group // loader.config.dp_size, sharing.window)
-        self._sharing, self._group, self._agreed = sharing, group, False
+        self._sharing = sharing
+        self._group = group
+        self._agreed = False
         moved = loader.save_state_rank() if loader.microbatches else None  # its own lanes; every rank plans all
         loader.follow(sharing, sharing.settings)
         if moved is not None:

@@ -236,7 +236,8 @@ def cost_limit(lengths: npt.ArrayLike, costs: npt.ArrayLike, max_tokens: int, *,
     Raises:
         ConfigurationError: There are no samples, not as many costs, or numbers that make no limit.
     """
-    tokens, values = np.asarray(lengths, np.float64), np.asarray(costs, np.float64)
+    tokens = np.asarray(lengths, np.float64)
+    values = np.asarray(costs, np.float64)
     if tokens.ndim != 1 or tokens.shape != values.shape or not tokens.sum() > 0:
         raise ConfigurationError(
             f"cost_limit needs the lengths and costs of some samples, got arrays of shape {tokens.shape} and "
@@ -347,7 +348,8 @@ def fit_counts(measured: Iterable[tuple[tuple[float, ...], float]], patch_size: 
             f"fit_cost: expected at least 8 measured microbatches of several sizes, got {len(rows)}"
         )
     order = sorted(range(len(rows)), key=lambda row: (rows[row], seconds[row]))  # the same bits in any order
-    counts, times = np.array(rows)[order], np.array(seconds)[order]
+    counts = np.array(rows)[order]
+    times = np.array(seconds)[order]
     scale = counts.max(0)
     weights, error = _least_squares(counts / np.where(scale, scale, 1), times)
     constant, tokens, attention, patches = (weights / np.where(scale, scale, 1)).tolist()
@@ -367,14 +369,16 @@ def _least_squares(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.floa
     The best one is an unconstrained solution of some of the columns; with four of them all 15 choices are tried.
     """
     count = columns.shape[1]
-    best, least = np.zeros(count), float((wanted**2).sum())
+    best = np.zeros(count)
+    least = float((wanted**2).sum())
     rounding = 1e-20 * least  # of exact fits the one with the fewest columns
     for size in range(1, count + 1):
         for chosen in map(list, combinations(range(count), size)):
             weights, _, rank, _ = np.linalg.lstsq(columns[:, chosen], wanted, rcond=1e-9)
             error = float(((columns[:, chosen] @ weights - wanted) ** 2).sum())
             if rank == size and (weights >= 0).all() and error < least * (1 - 1e-9) - rounding:
-                best, least = np.zeros(count), error
+                best = np.zeros(count)
+                least = error
                 best[chosen] = weights
     return best, least
 

@@ -70,7 +70,8 @@ def unpack(parcel: Tensor) -> Any:
 
 def _places(length: int, table: Sequence[Sequence[Any]]) -> tuple[list[tuple[int, int]], int]:
     """Return where the tensors of a table lie behind a text of this length, and the size of the parcel."""
-    places, end = [], _HEAD.size + length
+    places = []
+    end = _HEAD.size + length
     for name, shape in table:
         start = end + -end % _ALIGNED
         end = start + math.prod(shape) * getattr(torch, name).itemsize

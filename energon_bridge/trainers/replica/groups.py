@@ -104,12 +104,14 @@ def make_replica(
     group = data_parallel_group(pg_collection)
     here = (dist.get_rank() if group is None else int(group.rank()), *parallel_place("pp", pg_collection))
     places = gathered(here)
-    rank, stages = dist.get_rank(), max(stages for _, _, stages in places)
+    rank = dist.get_rank()
+    stages = max(stages for _, _, stages in places)
     wanted = stage_keys or StageKeys(middle=None)
     replicas: dict[int, list[int]] = {}
     for member, (dp, _, _) in enumerate(places):
         replicas.setdefault(dp, []).append(member)
-    own_source, links = rank, []
+    own_source = rank
+    links = []
     for members in replicas.values():
         source = min(member for member in members if places[member][1] == 0)
         own_source = source if rank in members else own_source
@@ -167,7 +169,8 @@ def data_parallel_group(pg_collection: Any = None) -> Any:
         return known if with_peers is None else with_peers
     context = parallel_place("cp", pg_collection)[1]
     in_contexts = _group(pg_collection, "dp_cp_gtp_remat")
-    size, peers = int(replicas.size()), _peers(pg_collection, context)
+    size = int(replicas.size())
+    peers = _peers(pg_collection, context)
     if peers == 1:
         return replicas
     groups = (with_peers, in_contexts if context == 1 else None, known)
@@ -228,10 +231,12 @@ def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None
     """
     kinds: dict[str, Literal["tp", "cp", "pp"]] = {"tensor": "tp", "context": "cp", "pipeline": "pp"}
     sizes = {name: parallel_place(kind, pg_collection)[1] for name, kind in kinds.items()}
-    group, world = data_parallel_group(pg_collection), distributed()
+    group = data_parallel_group(pg_collection)
+    world = distributed()
     if group is None or world is None:
         return
-    rank, ranks = int(group.rank()), int(group.size())
+    rank = int(group.rank())
+    ranks = int(group.size())
     replicas = world.get_world_size() // math.prod(sizes.values())
     other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank
     alone = config.data_parallel_group is None and config.dp_size == 1

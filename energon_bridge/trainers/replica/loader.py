@@ -220,7 +220,8 @@ class BroadcastLoader:
     def _facts(self) -> State:
         """Return the facts about the loader for the other ranks."""
         loader = self._loader
-        spec, ownership = getattr(loader, "spec", None), getattr(loader, "ownership", None)
+        spec = getattr(loader, "spec", None)
+        ownership = getattr(loader, "ownership", None)
         has_length = hasattr(loader, "__len__")
         return {
             "endless": not has_length if spec is None else not spec.ends,
@@ -237,7 +238,8 @@ class BroadcastLoader:
             return self._facts()
 
         facts = self._exchange.answer(changed)
-        self.endless, self._length = facts["endless"], facts["length"]
+        self.endless = facts["endless"]
+        self._length = facts["length"]
         self._note(facts)
         lanes = facts["lanes"]
         self.ownership = lanes and Ownership(*lanes)

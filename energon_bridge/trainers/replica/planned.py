@@ -119,7 +119,9 @@ class UnbannedDraws:
     """
 
     def __init__(self, chooser: Chooser[Round], taken: int = 0) -> None:
-        self._chooser, self._taken, self._at_once = chooser, taken, _FEWEST
+        self._chooser = chooser
+        self._taken = taken
+        self._at_once = _FEWEST
         self.draw = chooser.draw
         self.leaf_draws: IntArray = np.array(chooser.leaf_draws, dtype=np.int64)
         # The draws looked up and not taken, and the places of those that are not banned.
@@ -178,12 +180,15 @@ class PlannedLane:
         self.number = number
         self._rules = rules
         self._microbatches = state.microbatches
-        stream, self._turn = number, Turn()
+        stream = number
+        self._turn = Turn()
         if rules.packs_by_epoch:
             stream, self._turn = turn_of(rules.leaves, number, rules.num_lanes)
         chooser = Chooser(cursors, rules.blend, stream, state.standing)
-        self._draws, self._origin = UnbannedDraws(chooser), state.origin
-        size, held = rules.buffer_size, state.held
+        self._draws = UnbannedDraws(chooser)
+        self._origin = state.origin
+        size = rules.buffer_size
+        held = state.held
         of_packs = pack_rules(rules.leaves, rules.blend, stream, by_epoch=rules.packs_by_epoch)
         target = state.buffer or of_packs.first_target(Conventions(), stream, size)
         self._buffer = PackBuffer(size, held, target, of_packs, state.dealt, self._turn)
@@ -203,7 +208,9 @@ class PlannedLane:
 
     def next(self) -> PlannedBatch:
         """Return the next microbatch."""
-        rules, buffer, lost = self._rules, self._buffer, Counts()
+        rules = self._rules
+        buffer = self._buffer
+        lost = Counts()
         ends: list[int] | None = None
         if rules.packer is None:
             members = self._take(rules.rows, lost)
@@ -226,7 +233,8 @@ class PlannedLane:
 
     def state(self) -> LaneState:
         """Return the state after the microbatches planned so far."""
-        draws, packs = self._draws, self._rules.packer is not None
+        draws = self._draws
+        packs = self._rules.packer is not None
         return LaneState(
             self._microbatches,
             draws.draw,

@@ -105,7 +105,8 @@ class Sharing(Mode):
             num_lanes=plan.num_lanes,
             packs_by_epoch=plan.packs_by_epoch,
         )
-        ranks, seed = plan.config.dp_size, plan.config.run_seed
+        ranks = plan.config.dp_size
+        seed = plan.config.run_seed
         return GlobalBatches(self, rules, plan.num_lanes, ranks, seed, lanes, microbatches)
 
 
@@ -176,7 +177,8 @@ def _columns(dataset: Any, samples: Any, cost: ColumnCost, packer: Packer[Any] |
         dataset, cost.patches, where="ColumnCost(patches=…)", samples=samples
     )
     weights = cost.weights
-    row, own = weights.tokens * tokens + weights.attention * (tokens * tokens), weights.patches * patches
+    row = weights.tokens * tokens + weights.attention * (tokens * tokens)
+    own = weights.patches * patches
     if packer is None:
         return row, own, None
     named = [name for name in packer.limits if name != SAMPLES]
@@ -301,9 +303,12 @@ class GlobalBatches:
         lanes: Mapping[int, LaneState],
         microbatches: int,
     ) -> None:
-        self.sharing, self.rules, self._ranks = sharing, rules, ranks
+        self.sharing = sharing
+        self.rules = rules
+        self._ranks = ranks
         self._key = key_of("balance window", seed)
-        self._num_lanes, self._fresh = num_lanes, LaneState.fresh(len(rules.leaves))
+        self._num_lanes = num_lanes
+        self._fresh = LaneState.fresh(len(rules.leaves))
         self._states = lanes
         self._lanes: dict[int, PlannedLane] = {}
         self._cursors = plain_cursors(rules.leaves, most=num_lanes * len(rules.leaves))
@@ -316,7 +321,8 @@ class GlobalBatches:
 
     def next_window(self, *, states: bool = True) -> list[SharedBatch]:
         """Return the global batches of the next window, without the states after it if they are not needed."""
-        sharing, first = self.sharing, self._next
+        sharing = self.sharing
+        first = self._next
         numbers = range(first, first + sharing.span)
         self._next = numbers.stop
         batches = [self._lane(m % self._num_lanes).next() for m in numbers]
@@ -355,8 +361,11 @@ class SharedStreams:
     """
 
     def __init__(self, pipeline: Pipeline, batches: GlobalBatches, config: WorkerConfig) -> None:
-        self.pipeline, self._batches = pipeline, batches
-        self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, config.processes
+        self.pipeline = pipeline
+        self._batches = batches
+        self._rank = config.dp_rank
+        self._ranks = config.dp_size
+        self._workers = config.processes
         self._planned: dict[int, tuple[PlannedBatch, Any]] = {}
         self._loads: dict[int, PickedLoad] = {}
 

@@ -57,7 +57,10 @@ class CostWarmup:
     ) -> None:
         if steps < 1 or skip < 0:
             raise ConfigurationError(f"CostWarmup: steps={steps} must be at least 1, and skip={skip} at least 0")
-        self.weights, self.steps, self.skip, self.group = start or BatchCost(), steps, skip, group
+        self.weights = start or BatchCost()
+        self.steps = steps
+        self.skip = skip
+        self.group = group
         self.fitted: FittedCost | None = None
         self._done = 0
         self._rows: list[list[float]] = []
@@ -91,7 +94,8 @@ class CostWarmup:
         self._done = min(self._done, last) + 1  # one beyond the last: it was fitted
         if self._done != last:
             return False
-        rows, before = self._gathered(), self.weights
+        rows = self._gathered()
+        before = self.weights
         self._rows = []
         answer: list[Any] = [None]
         if not dist.is_initialized() or dist.get_rank(self.group) == 0:
@@ -130,17 +134,23 @@ class CostWarmup:
             StateError: It is no state of this class.
         """
         try:
-            weights, found = BatchCost(**state["weights"]), state["fitted"]
+            weights = BatchCost(**state["weights"])
+            found = state["fitted"]
             fitted = found and FittedCost(**found | {"cost": BatchCost(**found["cost"])})
             done, (skip, steps) = int(state["steps"]), map(int, state["of_steps"])
             rows = [[float(number) for number in row] for row in state["times"]]
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"no state of CostWarmup ({type(error).__name__}: {error})") from error
-        self.weights, self._rows = weights, []
+        self.weights = weights
+        self._rows = []
         if refit:
-            self.fitted, self._done = None, 0
+            self.fitted = None
+            self._done = 0
             return
-        self.fitted, self._done, self.skip, self.steps = fitted or None, done, skip, steps
+        self.fitted = fitted or None
+        self._done = done
+        self.skip = skip
+        self.steps = steps
         if not dist.is_initialized() or dist.get_rank(self.group) == 0:  # what was recorded counts once
             self._rows = rows
 

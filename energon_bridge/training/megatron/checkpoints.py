@@ -41,7 +41,8 @@ from energon_bridge.training.megatron.step import Training
 
 logger = logging.getLogger(__name__)
 
-_MANIFEST, _RUN = "complete.json", "run.pt"
+_MANIFEST = "complete.json"
+_RUN = "run.pt"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 

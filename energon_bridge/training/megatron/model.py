@@ -89,9 +89,11 @@ def seen_tokens(position_ids: Tensor, *, packed: bool, rank: int, size: int) -> 
     """
     if size == 1 and not packed:
         return None
-    length, device = position_ids.shape[1], position_ids.device
+    length = position_ids.shape[1]
+    device = position_ids.device
     parts = [zigzag_indices(length, rank=peer, size=size).to(device) for peer in range(size)]
-    own, gathered = parts[rank], torch.cat(parts)
+    own = parts[rank]
+    gathered = torch.cat(parts)
     seen = (gathered <= own[:, None]).unsqueeze(0)
     if packed:
         samples = torch.eq(position_ids, 0).cumsum(dim=1)
@@ -167,7 +169,8 @@ def build_model(config: RunConfig, groups: ProcessGroupCollection, *, vocab_size
         raise ConfigurationError(
             f"trainer=megatron has no model of model.preset={config.model.preset}; it has: tiny-llava"
         )
-    stage, stages = groups.pp.rank(), groups.pp.size()
+    stage = groups.pp.rank()
+    stages = groups.pp.size()
     torch.manual_seed(key_of("weights", config.seed, stage) >> 1)
     language_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     language_spec.submodules.self_attention.submodules.core_attention = SharedAttention

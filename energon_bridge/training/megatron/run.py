@@ -183,7 +183,8 @@ def _build(config: RunConfig, bundle: ModelBundle, ranks: Ranks) -> Training:
 
 
 def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataModule, *, resume: bool) -> RunResult:
-    config, ranks = training.config, training.ranks
+    config = training.config
+    ranks = training.ranks
     run_dir = Path(config.run_dir)
     loader = data.train_dataloader()
     microbatches = RerunDataIterator(loader)  # what Megatron-LM's loop reads through
@@ -287,7 +288,8 @@ def _validate(
     training: Training, bundle: ModelBundle, data: EnergonMultiModalDataModule, step: int
 ) -> tuple[float, list[Prediction]]:
     """Return and write the loss over the validation split; return the answers in the order of the split, too."""
-    settings, ranks = training.config.validation, training.ranks
+    settings = training.config.validation
+    ranks = training.ranks
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     written: list[list[Prediction]] = []
     training.model.eval()
@@ -338,7 +340,8 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
 
     Invalid rows are left out.
     """
-    tokenizer, longest = bundle.tokenizer, training.config.validation.max_new_tokens
+    tokenizer = bundle.tokenizer
+    longest = training.config.validation.max_new_tokens
     if batch.cu_seqlens is not None:
         batch = unpack_batch(batch, PaddingValues(pad_id=tokenizer.pad_token_id, ignore=-100))
     batch = normalise_on_device(batch, training.ranks.device)
@@ -351,7 +354,8 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
     device = training.ranks.device
     tokens = torch.nn.functional.pad(prompts, (0, longest), value=tokenizer.pad_token_id).to(device)
     lengths = lengths.to(device)
-    ends, rows = lengths.clone(), torch.arange(len(tokens), device=device)
+    ends = lengths.clone()
+    rows = torch.arange(len(tokens), device=device)
     ended = torch.zeros_like(ends, dtype=torch.bool)
     while not ended.all() and int((ends - lengths).max()) < longest:
         inputs = writing_inputs(tokens[:, : int(ends.max())], pixels.get("pixel_values"), training.ranks)

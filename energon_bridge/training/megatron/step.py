@@ -241,7 +241,8 @@ def _forward_step(
 def _loss(mask: Tensor, output: Tensor, non_loss_data: bool = False) -> Any:
     if non_loss_data:
         return output
-    losses, tokens = output.float() * mask, mask.sum()
+    losses = output.float() * mask
+    tokens = mask.sum()
     report = torch.stack([losses.detach().double().sum(), tokens.double()])
     return losses.sum(), tokens.to(torch.int), {"loss": report}
 
