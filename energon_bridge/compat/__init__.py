@@ -1,7 +1,7 @@
 """`megatron.energon` served by energon_bridge: code written for megatron-energon runs unchanged.
 
 `install()` adds an import hook. From then on, `import megatron.energon` and its modules return the objects of this
-package (`table` maps the names), small adapters if arguments differ (`loading`, `factories`, `preparing`, `records`,
+package (`table` maps the names), small adapters if arguments differ (`loading`, `factories`, `preparing`, `decoders`,
 `epath`), or names that raise when used and say what to use instead. `python -m energon_bridge.compat SCRIPT` does the
 same for a program that you do not want to change. docs/reference/compat.md lists all names.
 """

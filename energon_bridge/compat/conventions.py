@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
-from energon_bridge.compat.records import FatalSampleError
+from energon_bridge.compat.exceptions import FatalSampleError
 from energon_bridge.core import errors
 from energon_bridge.core.encoder.hooks import UNKNOWN
 from energon_bridge.core.errors import ConfigurationError, EmptyDatasetError, StoppedByPolicyError

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Self
 
+from energon_bridge.compat.decoders import DEFAULT_DECODER
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import JsonlPreparator, WebdatasetPreparator
-from energon_bridge.compat.records import DEFAULT_DECODER
 from energon_bridge.compat.table import not_provided
 from energon_bridge.core.errors import MetadataError
 from energon_bridge.core.format.dataset_config import load_function

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import hashlib
 import logging
 import os
-import random
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, NoReturn
 
-import numpy as np
 import torch.utils.data
 
-from energon_bridge.compat import encoders, records, trusted
+from energon_bridge.compat import decoders, encoders, trusted
 from energon_bridge.compat.composed import make_loader
 from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.dataset_classes import IMAGE_DECODE
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import NoSuchPart, not_provided
-from energon_bridge.core import datasets, encoder as task_encoder, worker_config
+from energon_bridge.core import datasets, worker_config
 from energon_bridge.core.encoder import SampleDecoder, hooks
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.dataset import PreparedDataset
@@ -166,79 +163,6 @@ class WorkerConfig(worker_config.WorkerConfig):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `@stateless(restore_seeds=True)` of a hook that a program calls itself, as tests do.
-
-
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
-
-
-def stateless(
-    fn: _Hook | None = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None
-) -> _Hook | Callable[[_Hook], _Hook]:
-    """Mark a hook as `energon_bridge.stateless` does; with `restore_seeds` it is also seeded outside of loaders.
-
-    There the seed is megatron-energon's, of `WorkerConfig.active_worker_config`, if the program has set one.
-    """
-
-    def mark(function: _Hook) -> _Hook:
-        marked = task_encoder.stateless(failure_tolerance=failure_tolerance)(function)
-        return _seeded_outside(marked) if restore_seeds else marked
-
-    return mark if fn is None else mark(fn)
-
-
-def _seeded_outside(hook: _Hook) -> _Hook:
-    @functools.wraps(hook)
-    def seeded(encoder: Any, *args: Any, **kwargs: Any) -> Any:
-        active = WorkerConfig.active_worker_config
-        if hooks.CONFIG.get() is not None or active is None:
-            return hook(encoder, *args, **kwargs)  # loaders seed by themselves
-        with _Generators(f"{active.worker_seed()}|{active.active_worker_sample_index}") as own:
-            made = hook(encoder, *args, **kwargs)
-        return own.through(made) if isinstance(made, Generator) else made
-
-    return cast(_Hook, seeded)
-
-
-class _Generators:
-    """The global generators with a seed of their own: a context manager that may be entered again and goes on."""
-
-    def __init__(self, seed: str) -> None:
-        self._seed = int.from_bytes(hashlib.sha1(seed.encode()).digest()[:4])
-        self._inner: tuple[Any, ...] | None = None
-
-    def __enter__(self) -> Self:
-        self._outer = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        if self._inner is None:
-            torch.manual_seed(self._seed)
-            np.random.seed(self._seed)
-            random.seed(self._seed)
-        else:
-            _restore(self._inner)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._inner = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        _restore(self._outer)
-
-    def through(self, values: Iterator[Any]) -> Iterator[Any]:
-        """Yield values that are made with these generators."""
-        end = object()
-        while True:
-            with self:
-                value = next(values, end)
-            if value is end:
-                return
-            yield value
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _named_by_epath(source: SourceInfo) -> SourceInfo:
@@ -376,13 +300,13 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if not ours.pop("auto_decode", True):
         ours["task_encoder"] = with_decoder(encoder, None)
     elif decoder:
-        ours["task_encoder"] = with_decoder(encoder, records.SampleDecoder(**decoder))
+        ours["task_encoder"] = with_decoder(encoder, decoders.SampleDecoder(**decoder))
     # megatron-energon reads any pickle; here only those of plain values are read. Sound has its own type.
     encoder = ours.get("task_encoder")
     read = encoders.DefaultTaskEncoder.decoder if encoder is None else getattr(encoder, "decoder", None)
     if type(read) is SampleDecoder:
         ours["task_encoder"] = with_decoder(
-            encoder, dataclasses.replace(read, read_pickles=True, av_class=records.AVDecoder)
+            encoder, dataclasses.replace(read, read_pickles=True, av_class=decoders.AVDecoder)
         )
     ours.setdefault("trust_remote_code", trusted())
     if "error_policy" not in ours:

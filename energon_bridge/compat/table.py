@@ -58,7 +58,7 @@ _ELSEWHERE = {
 _ADAPTERS = {
     "encoders": "DatasetBlendMode DefaultTaskEncoder",
     "hooks": "get_train_dataset get_val_dataset get_val_datasets",
-    "loading": "WorkerConfig get_loader get_savable_loader log_exception reraise_exception stateless",
+    "loading": "WorkerConfig get_loader get_savable_loader log_exception reraise_exception",
     "factories": """
         DatasetLoader DatasetLoaderInterface LoadedDataset LoadedDatasetList Metadataset MetadatasetV2
         TraversedDatasetReference get_dataset_from_config load_dataset traverse_metadataset
@@ -76,13 +76,19 @@ _ADAPTERS = {
         ShuffleBufferDataset WatchdogDataset
     """,
     "transforms": "CustomTransform MergeTransform",
-    "records": """
-        AVDecoder AVProbeIndex AVProbeIndexEntry AV_DECODE_AVAILABLE DEFAULT_DECODER DataclassForkMixin
-        EnergonDatasetType ExtendableDataclassMixin FatalSampleError FileStoreCachePool ForkMixin IJsonlIndexReader
-        MockLazy PinMemoryMixin SYSTEM_EXCEPTIONS SampleException SampleDecoder after_in_child_fork_hook
-        after_in_parent_fork_hook before_fork_hook check_dataset_info_present get_cooker_need_cache
-        get_cooker_need_primary get_dataset_info get_dataset_type get_failure_tolerance get_source_info get_stateless
+    "mixins": "ExtendableDataclassMixin PinMemoryMixin get_source_info",
+    "marks": """
+        get_cooker_need_cache get_cooker_need_primary get_failure_tolerance get_stateless stateless
     """,
+    "fork_hooks": """
+        DataclassForkMixin ForkMixin after_in_child_fork_hook after_in_parent_fork_hook before_fork_hook
+    """,
+    "exceptions": "FatalSampleError SYSTEM_EXCEPTIONS SampleException",
+    "cache_pool": "FileStoreCachePool MockLazy",
+    "dataset_info": """
+        EnergonDatasetType IJsonlIndexReader check_dataset_info_present get_dataset_info get_dataset_type
+    """,
+    "decoders": "AVDecoder AVProbeIndex AVProbeIndexEntry AV_DECODE_AVAILABLE DEFAULT_DECODER SampleDecoder",
 }
 _ADAPTER_OF = {name: f"{_HERE}.{module}:{name}" for module, names in _ADAPTERS.items() for name in names.split()}
 

@@ -25,7 +25,19 @@ from energon_bridge import (
     SourceInfo,
     VQASample,
 )
-from energon_bridge.compat import dataset_classes, epath, factories, loading, preparing, records, transforms, wrapped
+from energon_bridge.compat import (
+    cache_pool,
+    dataset_classes,
+    epath,
+    exceptions,
+    factories,
+    fork_hooks,
+    loading,
+    mixins,
+    preparing,
+    transforms,
+    wrapped,
+)
 from energon_bridge.core import errors
 from energon_bridge.core.errors import ConfigurationError, MetadataError, NotProvidedError
 from energon_bridge.tools.testing import create_captioning_test_dataset
@@ -146,7 +158,7 @@ def test_worker_configurations() -> None:
     assert many.worker_seed(0) == 2273462765
     assert many.rank_worker_id() == 0
     assert config(global_error_handler=stop) == config() != many
-    assert records.SampleException.from_sample({"__key__": "k"}, "why").args == ("Sample k failed: why",)
+    assert exceptions.SampleException.from_sample({"__key__": "k"}, "why").args == ("Sample k failed: why",)
 
 
 # Wrappers ------------------------------------------------------------------------------------------------------------
@@ -248,7 +260,7 @@ def test_paths(tmp_path: Path) -> None:
 
 def test_mixins_and_marks() -> None:
     @dataclass
-    class Base(records.ExtendableDataclassMixin, records.PinMemoryMixin):
+    class Base(mixins.ExtendableDataclassMixin, mixins.PinMemoryMixin):
         a: int
 
     @dataclass
@@ -259,14 +271,14 @@ def test_mixins_and_marks() -> None:
     assert Base(1).pin_memory() == Base(1)
     with pytest.raises(ConfigurationError, match="not a base class"):
         Base.extend(Extended(1, 2))
-    assert records.MockLazy("x", str.upper).get() == "X"
-    assert records.get_source_info({}) is None
+    assert cache_pool.MockLazy("x", str.upper).get() == "X"
+    assert mixins.get_source_info({}) is None
 
 
 def test_fork_hooks_live_as_long_as_their_object() -> None:
     read, write = os.pipe()
 
-    class Hooked(records.ForkMixin):
+    class Hooked(fork_hooks.ForkMixin):
         def __after_in_child_fork__(self) -> None:
             os.write(write, b"x")
 

@@ -19,7 +19,19 @@ from click.testing import CliRunner
 from keyed import CRUDE, join, mix_document, write_mix
 
 from energon_bridge import Cooker, SystemFileStore, WorkerConfig, get_val_dataset
-from energon_bridge.compat import dataset_classes, encoders, epath, factories, loading, preview, records, table, wrapped
+from energon_bridge.compat import (
+    cache_pool,
+    dataset_classes,
+    dataset_info,
+    decoders,
+    encoders,
+    epath,
+    factories,
+    loading,
+    preview,
+    table,
+    wrapped,
+)
 from energon_bridge.core.errors import ConfigurationError, DatasetNotFoundError, MetadataError, NotProvidedError
 from energon_bridge.core.format.dataset import open_dataset
 from energon_bridge.core.mix.opener import MIN_DATASETS
@@ -176,14 +188,14 @@ def test_a_mix_is_traversed_without_its_datasets(tmp_path: Path, folder: Path) -
 
 def test_what_is_there(folder: Path) -> None:
     kinds = {"data": "webdataset", "mix.yaml": "metadataset", "lines.jsonl": "jsonl", "none": "invalid"}
-    assert {name: records.get_dataset_type(folder / name).value for name in kinds} == kinds
-    info = records.get_dataset_info(epath.EPath(folder) / "data")
+    assert {name: dataset_info.get_dataset_type(folder / name).value for name in kinds} == kinds
+    info = dataset_info.get_dataset_info(epath.EPath(folder) / "data")
     assert sum(info["shard_counts"].values()) == 25
-    assert records.IJsonlIndexReader.count_samples(folder / "lines.jsonl") == 2
+    assert dataset_info.IJsonlIndexReader.count_samples(folder / "lines.jsonl") == 2
     with pytest.raises(MetadataError, match="not prepared"):
-        records.get_dataset_info(folder)
+        dataset_info.get_dataset_info(folder)
     with pytest.raises(NotProvidedError):
-        records.IJsonlIndexReader(folder / "lines.jsonl")
+        dataset_info.IJsonlIndexReader(folder / "lines.jsonl")
 
 
 def test_a_dataset_yaml_may_name_its_split(tmp_path: Path) -> None:
@@ -287,10 +299,15 @@ def test_sound_is_that_of_the_file(tmp_path: Path) -> None:
     ours = get_val_dataset(tmp_path, batch_size=None, worker_config=CONFIG, task_encoder=Plain())
     (other,) = loading.get_loader(ours)
     assert type(other["wav"]) is AVDecoder
-    made = records.SampleDecoder().decode("x.wav", tone(1.0))
-    assert records.SampleDecoder().decode("x.pkl", pickle.dumps([1])) == sample["pkl"] == [1]
-    for decoder in (sample["wav"], made, records.AVDecoder(io.BytesIO(tone(1.0))), pickle.loads(pickle.dumps(made))):
-        assert isinstance(decoder, records.AVDecoder)
+    made = decoders.SampleDecoder().decode("x.wav", tone(1.0))
+    assert decoders.SampleDecoder().decode("x.pkl", pickle.dumps([1])) == sample["pkl"] == [1]
+    for decoder in (
+        sample["wav"],
+        made,
+        decoders.AVDecoder(io.BytesIO(tone(1.0))),
+        pickle.loads(pickle.dumps(made)),
+    ):
+        assert isinstance(decoder, decoders.AVDecoder)
         clips, times = decoder.get_audio_clips([(0.5, 0.50025), (2.0, 3.0), (0.99996, 1.5)])
         assert [clip.tolist() for clip in clips] == [[[8000, 8001, 8002, 8003]], [[15999]]]
         assert clips[0].dtype == torch.int16
@@ -310,7 +327,7 @@ def test_a_video_that_ends_before_a_range_gives_no_clip(tmp_path: Path) -> None:
     pytest.importorskip("av")
     from clips import write_video  # PyAV
 
-    decoder = records.AVDecoder.open(write_video(tmp_path / "film.mp4"))
+    decoder = decoders.AVDecoder.open(write_video(tmp_path / "film.mp4"))
     clips, times = decoder.get_video_clips([(0.0, 0.1), (100.0, 101.0)])
     assert (len(clips), len(times)) == (1, 1)
     assert len(decoder.get_video_clips([(0, 1), (10_000, 10_001)], video_unit="frames")[0]) == 1
@@ -322,7 +339,7 @@ def test_the_index_of_a_video_has_its_key_frames(tmp_path: Path) -> None:
 
     film = write_video(tmp_path / "film.mkv", frames=30, rate=25, options={"g": "10", "bf": "0", "sc_threshold": "0"})
     with av.open(str(film)) as container:
-        index = records.AVProbeIndex(container)
+        index = decoders.AVProbeIndex(container)
         assert next(container.decode(video=0)).pts == 0
     assert [index[at].timestamp for at in range(len(index))] == [40 * at for at in range(30)]
     assert [at for at in range(30) if index[at].is_keyframe] == [0, 10, 20]
@@ -420,11 +437,11 @@ class Pairs(encoders.DefaultTaskEncoder):
 
 def test_a_cache_that_asks_for_pickles_keeps_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_bytes(b"a")
-    pool = records.FileStoreCachePool(parent_cache_dir=tmp_path / "cache", method="pickle")
+    pool = cache_pool.FileStoreCachePool(parent_cache_dir=tmp_path / "cache", method="pickle")
     try:
         assert pool.get_lazy(SystemFileStore(tmp_path), "a.txt").get() == b"a"
         assert "without pickle" in caplog.text
     finally:
         pool.close()
     with pytest.raises(ConfigurationError, match="method must be 'raw', got 'zip'"):
-        records.FileStoreCachePool(method="zip")
+        cache_pool.FileStoreCachePool(method="zip")

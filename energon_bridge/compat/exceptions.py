@@ -1,0 +1,38 @@
+"""What user code raises for a bad sample, and what no handler of failed samples gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from energon_bridge.core import errors
+
+SYSTEM_EXCEPTIONS = (
+    SystemError,
+    SyntaxError,
+    ImportError,
+    StopIteration,
+    StopAsyncIteration,
+    MemoryError,
+    RecursionError,
+    ReferenceError,
+    NameError,
+)
+
+
+class SampleException(errors.SampleError, ValueError):  # noqa: N818 - the name that energon users know
+    """User code says that a sample is bad."""
+
+    @classmethod
+    def from_sample_key(cls, sample_key: str) -> SampleException:
+        """Return the exception for the sample with a key."""
+        return cls(f"Sample {sample_key} failed")
+
+    @classmethod
+    def from_sample(cls, sample: Any, message: str = "") -> SampleException:
+        """Return the exception for a sample, with a message."""
+        key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
+        return cls(f"Sample {key} failed{f': {message}' if message else ''}")
+
+
+class FatalSampleError(errors.FatalSampleError, SampleException):
+    """More samples failed in a row than a hook tolerates, or the program has a mistake."""
