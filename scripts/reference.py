@@ -35,7 +35,7 @@ API = {
         "Datasets and loaders",
         ("core.datasets", "core.worker_config", "core.loader", "core.dataloader", "trainers"),
     ),
-    "mixes": ("Mixes", ("core.mix", "tools.columns.expression")),
+    "mixes": ("Mixes", ("core.mix", "tools.columns.tiers")),
     "samples": ("Samples and batches", ("core.samples", "models.images.devices")),
     "encoders": (
         "Task encoders",
