@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 _IN_TERMINAL = 4
 _ON_PAGES = 1000
 _SAMPLES = CountOr("all", sys.maxsize, least=1)
-_MODELS = ("config", "encoder", "processor")
-"""Options that say what the batches are for."""
 _OUTPUT = ("html", "serve", "port", "columns", "as_json")
 _WITH_CONFIG = ("source", "config", "batches", "step", "steps", "rank", "world_size", *_OUTPUT)
 
@@ -55,6 +53,37 @@ class _Steps(click.ParamType):
         if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
             self.fail(f"{value!r} is not of the form A:B with A below B, such as 100:104", param, ctx)
         return range(int(first), int(last))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What the options ask for.
+
+    Attributes:
+        source: A dataset, a mix, states, or the folder of a run; with a configuration also changes of it.
+        pages: It is shown as pages, not in a terminal.
+        config, encoder, processor: What the batches are for; without any of them samples are shown.
+        run: The options of a run (`run_options` and `--mix`), for `open_mix` and `open_run`.
+    """
+
+    source: tuple[str, ...]
+    pages: bool
+    samples: int | None
+    keys: tuple[str, ...]
+    steps: range | None
+    over: int | None
+    rank: int | None
+    batches: int | None
+    config: str | None
+    encoder: str | None
+    processor: str | None
+    packing_buffer_size: int | None
+    run: dict[str, Any]
+
+    @property
+    def for_model(self) -> bool:
+        """Whether batches are asked for, as a model gets them."""
+        return any(name is not None for name in (self.config, self.encoder, self.processor))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,11 +130,21 @@ def command(
     source: tuple[str, ...],
     html: Path | None,
     samples: int | None,
+    keys: tuple[str, ...],
+    step: int | None,
+    steps: range | None,
+    over: int | None,
+    rank: int | None,
+    config: str | None,
+    batches: int | None,
+    encoder: str | None,
+    processor: str | None,
+    packing_buffer_size: int | None,
     columns: int | None,
     serve: bool,
     port: int,
     as_json: bool,
-    **options: Any,
+    **run: Any,
 ) -> None:
     """Show samples of SOURCE, batches as a model gets them, or what a run saw at a step.
 
@@ -126,7 +165,22 @@ def command(
     checkpoints of a run. With --config also section.key=value, as for the script. A step is one of the
     optimizer: as --config says, else by --global-batch-size, else one microbatch on every rank.
     """
-    with _opened(source, serve or html is not None, samples, options) as shown:
+    asked = _Asked(
+        source=source,
+        pages=serve or html is not None,
+        samples=samples,
+        keys=keys,
+        steps=steps if step is None else range(step, step + 1),
+        over=over,
+        rank=rank,
+        batches=batches,
+        config=config,
+        encoder=encoder,
+        processor=processor,
+        packing_buffer_size=packing_buffer_size,
+        run=run,
+    )
+    with _opened(asked) as shown:
         if as_json:
             _print_json(shown)
         elif serve:
@@ -161,168 +215,178 @@ def _write(shown: _Shown, out: Path) -> str:
 
 
 @contextmanager
-def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: dict[str, Any]) -> Iterator[_Shown]:
-    """Yield what the options request."""
-    source = _run_folder(source, options)
-    alone = all(options[name] is None for name in _MODELS)
-    for name in ("batches", "packing_buffer_size"):
-        if alone and options[name] is not None:
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} is for batches: add --config, --encoder or --processor"
-            )
-    steps = options["steps"]
-    if options["over"] is not None and not (pages and alone and steps is None and options["step"] is None):
+def _opened(asked: _Asked) -> Iterator[_Shown]:
+    """Yield what is asked for."""
+    asked = _of_run_folder(asked)
+    _check(asked)
+    if asked.config is not None:
+        with _opened_config(asked.config, asked) as shown:
+            yield shown
+    elif asked.for_model:
+        yield _encoded(asked)
+    elif not asked.source:
+        raise ConfigurationError("nothing to show: give a dataset, a mix, a saved state, or --config FILE")
+    elif asked.steps is not None:
+        yield _show_steps(asked.steps, asked)
+    else:
+        yield _samples(asked)
+
+
+def _of_run_folder(asked: _Asked) -> _Asked:
+    """Replace the folder of a run by its configuration and a checkpoint; for --key, by its data.
+
+    The checkpoint is the latest one, or the latest before the requested step.
+    """
+    folders = [Path(name) for name in asked.source if (Path(name) / "config.yaml").is_file()]
+    if asked.for_model or len(folders) != 1:
+        return asked
+    described = str(folders[0] / "config.yaml")
+    rest = tuple(name for name in asked.source if Path(name) not in folders)
+    if asked.keys:
+        return replace(asked, source=(load("run", "configuration")(described, [*rest]).data.path,))
+    saved = sorted(folders[0].glob("checkpoints/step-*.ckpt"))
+    if asked.steps is not None:
+        saved = [path for path in saved if int(path.stem.partition("-")[2]) <= asked.steps.start]
+    return replace(asked, source=(*rest, *map(str, saved[-1:])), config=described)
+
+
+def _check(asked: _Asked) -> None:
+    """Raise ConfigurationError for options that have no effect beside others."""
+    of_batches = {"batches": asked.batches, "packing-buffer-size": asked.packing_buffer_size}
+    for name, value in of_batches.items():
+        if value is not None and not asked.for_model:
+            raise ConfigurationError(f"--{name} is for batches: add --config, --encoder or --processor")
+    samples_of_mix = not asked.for_model and asked.steps is None
+    if asked.over is not None and not (asked.pages and samples_of_mix):
         raise ConfigurationError(
             "--over is for pages of a mix (--html or --serve, without --step, --config and --encoder). "
             "`energon plan MIX --steps N` prints the same"
         )
-    if options["keys"] and not (alone and samples is None and steps is None and options["step"] is None):
+    if asked.keys and not (samples_of_mix and asked.samples is None):
         raise ConfigurationError("--key is for samples of a dataset or mix, without --samples, --step or a model")
-    if options["batches"] is not None and not (steps is None and options["step"] is None):
+    if asked.batches is not None and asked.steps is not None:
         raise ConfigurationError("--batches counts steps from where a run is: leave it out, or give it without --step")
-    if options["step"] is not None:
-        steps = range(options["step"], options["step"] + 1)
-    if options["config"] is not None:
-        context = click.get_current_context()
-        for name in context.params:
-            if (
-                name not in _WITH_CONFIG
-                and context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-            ):
-                raise ConfigurationError(
-                    f"--{name.replace('_', '-')} has no effect on the training batches of a configuration or run: "
-                    "leave it out. Settings of the run are given as section.key=value, as for the script"
-                )
-        try:
-            opened_data = load("run", "data")
-        except ImportError as error:
-            raise ConfigurationError(f"--config needs pip install 'energon-bridge[lightning,hf]': {error}") from error
-        files = [name for name in source if "=" not in name or Path(name).exists()]
-        config = load("run", "configuration")(options["config"], [name for name in source if name not in files])
-        if steps is not None and steps.stop > (end := config.train.max_steps):
+
+
+@contextmanager
+def _opened_config(config: str, asked: _Asked) -> Iterator[_Shown]:
+    """Yield the batches of a configuration of `energon_bridge.training`."""
+    context = click.get_current_context()
+    for name in context.params:
+        if name not in _WITH_CONFIG and context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             raise ConfigurationError(
-                f"the run has the steps 0 to {end - 1:,} (train.max_steps={end}); there is no step {steps.stop - 1:,}. "
-                "For a longer run, add train.max_steps=N"
+                f"--{name.replace('_', '-')} has no effect on the training batches of a configuration or run: "
+                "leave it out. Settings of the run are given as section.key=value, as for the script"
             )
-        with opened_data(config) as spec:
-            yield _batches(files, spec, steps, options, options["config"], per_step=config.accumulate)
-    elif not alone:
-        mixes = [name for name in source if is_mix((name,))]
-        mix = options["mix"] or (mixes[0] if len(mixes) == 1 else None)
-        if mix is None:
-            raise ConfigurationError("--encoder and --processor need data: give a dataset or mix, or states and --mix")
-        model = options["processor"]
-        encoder = load_encoder(options["encoder"]) if model is None else encoder_of_model(model)
-        spec = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options["packing_buffer_size"])
-        group = spec.worker_config.microbatches_per_global_batch
-        files = [name for name in source if name not in mixes]
-        yield _batches(files, spec, steps, options, mix, per_step=lambda ranks: 1 if group is None else group // ranks)
-    elif not source:
-        raise ConfigurationError("nothing to show: give a dataset, a mix, a saved state, or --config FILE")
-    elif steps is not None:
-        yield _show_steps(source, steps, options)
-    else:
-        yield _samples(source, samples or (_ON_PAGES if pages else _IN_TERMINAL), options)
+    try:
+        opened_data = load("run", "data")
+    except ImportError as error:
+        raise ConfigurationError(f"--config needs pip install 'energon-bridge[lightning,hf]': {error}") from error
+    files = [name for name in asked.source if "=" not in name or Path(name).exists()]
+    described = load("run", "configuration")(config, [name for name in asked.source if name not in files])
+    if asked.steps is not None and asked.steps.stop > (end := described.train.max_steps):
+        raise ConfigurationError(
+            f"the run has the steps 0 to {end - 1:,} (train.max_steps={end}); there is no step "
+            f"{asked.steps.stop - 1:,}. For a longer run, add train.max_steps=N"
+        )
+    with opened_data(described) as spec:
+        yield _batches(files, spec, asked, config, per_step=described.accumulate)
 
 
-def _run_folder(source: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the configuration of a run folder, which goes into the options, and a checkpoint; for --key, its data.
-
-    The checkpoint is the latest one, or the latest before the requested step.
-    """
-    folders = [Path(name) for name in source if (Path(name) / "config.yaml").is_file()]
-    if any(options[name] is not None for name in _MODELS) or len(folders) != 1:
-        return source
-    described = str(folders[0] / "config.yaml")
-    if options["keys"]:
-        changes = [name for name in source if Path(name) not in folders]
-        return (load("run", "configuration")(described, changes).data.path,)
-    options["config"] = described
-    first = options["step"] if options["steps"] is None else options["steps"].start
-    saved = sorted(folders[0].glob("checkpoints/step-*.ckpt"))
-    if first is not None:
-        saved = [path for path in saved if int(path.stem.partition("-")[2]) <= first]
-    return (*(name for name in source if Path(name) not in folders), *map(str, saved[-1:]))
+def _encoded(asked: _Asked) -> _Shown:
+    """Return the batches of a mix as the encoder of the options makes them."""
+    mixes = [name for name in asked.source if is_mix((name,))]
+    mix = asked.run["mix"] or (mixes[0] if len(mixes) == 1 else None)
+    if mix is None:
+        raise ConfigurationError("--encoder and --processor need data: give a dataset or mix, or states and --mix")
+    encoder = load_encoder(asked.encoder) if asked.processor is None else encoder_of_model(asked.processor)
+    spec = open_mix(mix, asked.run, task_encoder=encoder, packing_buffer_size=asked.packing_buffer_size)
+    group = spec.worker_config.microbatches_per_global_batch
+    files = [name for name in asked.source if name not in mixes]
+    return _batches(files, spec, asked, mix, per_step=lambda ranks: 1 if group is None else group // ranks)
 
 
-def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _Shown:
-    """Return the first samples of a dataset or mix."""
+def _samples(asked: _Asked) -> _Shown:
+    """Return the first samples of a dataset or mix, or those of some keys."""
     from energon_bridge.core.datasets import get_train_dataset
     from energon_bridge.core.worker_config import WorkerConfig
     from energon_bridge.tools.forecast.epochs import forecast, share_curve
     from energon_bridge.tools.forecast.run import run_of_mix
     from energon_bridge.tools.preview.sources import SampleSource
 
-    if not is_mix(source):
-        missing = next((name for name in source if "://" not in name and not Path(name).exists()), None)
-        if missing is not None:
-            raise ConfigurationError(f"{missing}: no such file or folder. Check the path.")
-        raise ConfigurationError(
-            f"{' '.join(source)}: not a dataset or mix. For a tar, give the folder that `energon prepare` was run on; "
-            "convert other files (energon convert); for a saved state, add --step S to see what its run delivers then"
-        )
+    _check_is_mix(asked.source)
+    path = asked.source[0]
     names = ("dataset_config", "split_config", "trust_remote_code")
     spec = get_train_dataset(
-        source[0],
-        split_part=options["split_part"] or "train",
+        path,
+        split_part=asked.run["split_part"] or "train",
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
         batch_size=None,
-        **{name: options[name] for name in names},
+        **{name: asked.run[name] for name in names},
     )
     samples = SampleSource(spec)
-    over = options["over"]
     planned = None
-    if over is not None:
-        run = run_of_mix(open_mix(source[0], options))
-        planned = replace(forecast(run, over), schedule=share_curve(run, over))
+    if asked.over is not None:
+        run = run_of_mix(open_mix(path, asked.run))
+        planned = replace(forecast(run, asked.over), schedule=share_curve(run, asked.over))
     there = spec.num_samples
+    limit = asked.samples or (_ON_PAGES if asked.pages else _IN_TERMINAL)
     note = count_of(there, "sample") if limit >= there else f"the first {limit:,} of {count_of(there, 'sample')}"
     drawn: Iterable[Drawn] = samples.in_order(limit)
-    if options["keys"]:
-        drawn = list(samples.by_key(options["keys"]))
+    if asked.keys:
+        drawn = list(samples.by_key(asked.keys))
         note = f"{count_of(len(drawn), 'sample')} by key, of {count_of(there, 'sample')}"
-    return _Shown(title=source[0], source=samples, drawn=drawn, batches=[], notes=[note], forecast=planned)
+    return _Shown(title=path, source=samples, drawn=drawn, batches=[], notes=[note], forecast=planned)
 
 
-def _show_steps(source: tuple[str, ...], steps: range, options: dict[str, Any]) -> _Shown:
+def _check_is_mix(source: tuple[str, ...]) -> None:
+    if is_mix(source):
+        return
+    missing = next((name for name in source if "://" not in name and not Path(name).exists()), None)
+    if missing is not None:
+        raise ConfigurationError(f"{missing}: no such file or folder. Check the path.")
+    raise ConfigurationError(
+        f"{' '.join(source)}: not a dataset or mix. For a tar, give the folder that `energon prepare` was run on; "
+        "convert other files (energon convert); for a saved state, add --step S to see what its run delivers then"
+    )
+
+
+def _show_steps(steps: range, asked: _Asked) -> _Shown:
     """Return the samples that a run draws in some steps."""
     from energon_bridge.tools.forecast.samples import assumption
     from energon_bridge.tools.preview.sources import SampleSource, drawn_in
 
-    run, notes = open_run(source, options)
-    _check_rank(options["rank"], run.world_size)
-    drawn = list(drawn_in(run, steps, options["rank"]))
+    run, notes = open_run(asked.source, asked.run)
+    _check_rank(asked.rank, run.world_size)
+    drawn = list(drawn_in(run, steps, asked.rank))
     first = min((one.facts["microbatch"] for one in drawn if "microbatch" in one.facts), default=0)
     said = [_steps_title(steps), assumption(run, first), *notes]
-    return _Shown(title=" ".join(source), source=SampleSource(run.spec, run.plan), drawn=drawn, batches=[], notes=said)
+    title = " ".join(asked.source)
+    return _Shown(title=title, source=SampleSource(run.spec, run.plan), drawn=drawn, batches=[], notes=said)
 
 
 def _batches(
-    files: list[str],
-    spec: DatasetSpec,
-    steps: range | None,
-    options: dict[str, Any],
-    title: str,
-    *,
-    per_step: Callable[[int], int] = lambda ranks: 1,
+    files: list[str], spec: DatasetSpec, asked: _Asked, title: str, *, per_step: Callable[[int], int]
 ) -> _Shown:
-    """Return what a run delivers in some steps."""
+    """Return what a run delivers in some steps; `per_step` gives the microbatches of a rank for a number of ranks."""
     from energon_bridge.tools.preview.batches import delivered, next_step
     from energon_bridge.tools.preview.sources import SampleSource
 
-    state, ranks = read_state(files, options["world_size"]) if files else (None, options["world_size"] or 1)
-    _check_rank(options["rank"], ranks)
-    saved = re.search(r"step-(\d+)\.ckpt$", files[0]) if steps and options["config"] and len(files) == 1 else None
+    world_size = asked.run["world_size"]
+    steps = asked.steps
+    state, ranks = read_state(files, world_size) if files else (None, world_size or 1)
+    _check_rank(asked.rank, ranks)
+    saved = re.search(r"step-(\d+)\.ckpt$", files[0]) if steps and asked.config and len(files) == 1 else None
     if saved or steps is None:
         first = -(-next_step(spec, ranks, state) // per_step(ranks))
         if saved and first != int(saved[1]):  # only the run knows when that changed
             raise ConfigurationError(
-                f"{files[0]}: is at step {int(saved[1]):,} of its run, but by {options['config']} its place in the "
+                f"{files[0]}: is at step {int(saved[1]):,} of its run, but by {asked.config} its place in the "
                 f"data is that of step {first:,}: the run was resumed with another global batch size, so steps have no "
                 "fixed place. Leave --step out to see what follows the checkpoint"
             )
-        steps = steps or range(first, first + (options["batches"] or 2))
-    batches = delivered(spec, steps, world_size=ranks, state=state, rank=options["rank"], per_step=per_step(ranks))
+        steps = steps or range(first, first + (asked.batches or 2))
+    batches = delivered(spec, steps, world_size=ranks, state=state, rank=asked.rank, per_step=per_step(ranks))
     return _Shown(
         title=title,
         source=SampleSource(spec),
@@ -365,40 +429,9 @@ def _print(shown: _Shown, columns: int | None) -> None:
 
 
 def _print_json(shown: _Shown) -> None:
-    from energon_bridge.tools.preview.records import Item, Picture, Record, Turn
+    from energon_bridge.tools.preview.batches import plain_batch
+    from energon_bridge.tools.preview.records import plain_record
 
-    def plain(item: Item) -> Any:
-        if isinstance(item, Picture):
-            return {"picture": [item.width, item.height]}
-        if isinstance(item, Turn):
-            return {"role": item.role, "content": [plain(part) for part in item.items]}
-        return {item.kind: item.text}
-
-    def of(record: Record) -> dict[str, Any]:
-        fields = [{"name": name, "items": [plain(item) for item in items]} for name, items in record.fields]
-        head = {"dataset": record.dataset, "shard": record.shard, "index": record.index, "key": record.key}
-        return head | dict(record.facts) | {"error": record.error or None, "fields": fields}
-
-    batches = [
-        {
-            "step": batch.step,
-            "rank": batch.rank,
-            "microbatch": batch.microbatch,
-            "inputs": list(batch.inputs),
-            "rows": [
-                {
-                    "valid": row.valid,
-                    "length": row.length,
-                    "padding": row.padding,
-                    "segments": [
-                        one.segment._asdict() | {"tokens": [asdict(token) for token in one.tokens]}
-                        for one in row.segments
-                    ],
-                }
-                for row in batch.rows
-            ],
-        }
-        for batch in shown.batches
-    ]
-    samples = list(shown.source.records(shown.drawn, of))
+    batches = [plain_batch(batch) for batch in shown.batches]
+    samples = list(shown.source.records(shown.drawn, plain_record))
     print_json({"notes": shown.notes, "samples": samples} | ({"batches": batches} if batches else {}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -87,6 +87,17 @@ class ShownBatch:
                 facts |= {"microbatch": self.microbatch} if self.microbatch is not None else {}
                 facts |= {"in row": place} if len(row.members) > 1 else {}
                 yield Drawn(key=member, facts=facts)
+
+
+def plain_batch(batch: ShownBatch) -> dict[str, Any]:
+    """Return a batch as JSON has it, without pictures."""
+    head = {"step": batch.step, "rank": batch.rank, "microbatch": batch.microbatch, "inputs": list(batch.inputs)}
+    return head | {"rows": [_plain_row(row) for row in batch.rows]}
+
+
+def _plain_row(row: ShownRow) -> dict[str, Any]:
+    segments = [one.segment._asdict() | {"tokens": [asdict(token) for token in one.tokens]} for one in row.segments]
+    return {"valid": row.valid, "length": row.length, "padding": row.padding, "segments": segments}
 
 
 def delivered(

@@ -129,6 +129,21 @@ class Record:
         return sizes
 
 
+def plain_record(record: Record) -> dict[str, Any]:
+    """Return a record as JSON has it, with the sizes of pictures in place of these."""
+    shown = [{"name": name, "items": [_plain(item) for item in items]} for name, items in record.fields]
+    head = {"dataset": record.dataset, "shard": record.shard, "index": record.index, "key": record.key}
+    return head | dict(record.facts) | {"error": record.error or None, "fields": shown}
+
+
+def _plain(item: Item) -> dict[str, Any]:
+    if isinstance(item, Picture):
+        return {"picture": [item.width, item.height]}
+    if isinstance(item, Turn):
+        return {"role": item.role, "content": [_plain(part) for part in item.items]}
+    return {item.kind: item.text}
+
+
 def fields_of(sample: Any) -> list[tuple[str, tuple[Item, ...]]]:
     """Return the fields of a sample, without its meta fields and those that are None."""
     if isinstance(sample, Mapping):
@@ -183,22 +198,31 @@ def _items(value: Any, name: str) -> list[Item]:
     if isinstance(value, Mapping):
         return _items_of_dict(value)
     if isinstance(value, (list, tuple)):
-        if turns := _turns(value):
-            return turns
-        if len(value) and all(_is_shown(entry) for entry in value[:_MOST_ITEMS]):
-            listed = [item for entry in value[:_MOST_ITEMS] for item in items_of(entry, name)]
-            more = len(value) - _MOST_ITEMS
-            return [*listed, Text("note", f"and {more:,} more")] if more > 0 else listed
-        return [_json(value)]
+        return _items_of_list(value, name)
     if is_dataclass(value) and not isinstance(value, type):
         return [item for _, items in fields_of(value) for item in items]
+    return [Text("note", _note(value))]
+
+
+def _items_of_list(value: Sequence[Any], name: str) -> list[Item]:
+    if turns := _turns(value):
+        return turns
+    if len(value) and all(_is_shown(entry) for entry in value[:_MOST_ITEMS]):
+        listed = [item for entry in value[:_MOST_ITEMS] for item in items_of(entry, name)]
+        more = len(value) - _MOST_ITEMS
+        return [*listed, Text("note", f"and {more:,} more")] if more > 0 else listed
+    return [_json(value)]
+
+
+def _note(value: Any) -> str:
+    """Return a note on a number or array, or on what is not shown."""
     if isinstance(value, (bool, int, float)):
-        return [Text("note", repr(value))]
-    if hasattr(value, "tolist") and hasattr(value, "shape"):
-        shape = tuple(value.shape)
-        few = not shape or (0 not in shape and _product(shape) <= _MOST_NUMBERS)
-        return [Text("note", f"{value_text(value)}{f' = {value.tolist()}' if few else ''}")]
-    return [Text("note", value_text(value))]
+        return repr(value)
+    if not (hasattr(value, "tolist") and hasattr(value, "shape")):
+        return value_text(value)
+    shape = tuple(value.shape)
+    few = not shape or (0 not in shape and _product(shape) <= _MOST_NUMBERS)
+    return f"{value_text(value)}{f' = {value.tolist()}' if few else ''}"
 
 
 def _product(shape: Sequence[int]) -> int:
