@@ -1,4 +1,4 @@
-"""The task encoder of a run, and the control experiment that shows whether the model uses its images.
+"""The task encoder of a run.
 
 A model of a known family that has a chat template, from the configuration or the tokenizer, is trained on conversations
 rendered by it (`ChatTemplateTaskEncoder`); any other model on plain sequences of images and text
@@ -7,7 +7,7 @@ rendered by it (`ChatTemplateTaskEncoder`); any other model on plain sequences o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,11 +16,9 @@ from typing import Any
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.samples import MultiChoiceVQASample, VQAOCRSample, VQASample
 from energon_bridge.models.conversations.cooker import COOKERS
-from energon_bridge.models.conversations.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
+from energon_bridge.models.conversations.multimodal import MultiModalSample, MultiModalTaskEncoder
 from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS
-from energon_bridge.models.conversations.turns import (
-    Medium,
-)
+from energon_bridge.models.conversations.turns import Medium
 from energon_bridge.models.families import (
     CHATML_TEMPLATE,
     LLAVA_TEMPLATE,
@@ -36,6 +34,7 @@ from energon_bridge.models.families.vision import PreparedSample
 from energon_bridge.models.packing.packing import SAMPLES, Packer
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.presets import ModelBundle
+from energon_bridge.training.shuffled_images import ShuffledImagesChatEncoder, ShuffledImagesTaskEncoder
 
 CHAT_TEMPLATES: Mapping[str, str] = MappingProxyType(
     {"llava": LLAVA_TEMPLATE, "chatml": CHATML_TEMPLATE, "qwen-vl": QWEN_VL_TEMPLATE}
@@ -61,30 +60,6 @@ _MOST_FRAMES = 768
 _OF_MEDIA: Mapping[str, Medium] = {"max_num_frames": "video", "max_video_tokens": "video", "max_sound_seconds": "audio"}
 _WITH_TURNS = (MultiChoiceVQASample, VQAOCRSample, VQASample)
 _WITHOUT_TURNS = tuple(kind for kind in SAMPLE_ENCODERS if not issubclass(kind, _WITH_TURNS))
-
-
-class _ShuffledImages:
-    """Give each sample of a microbatch the image of the one before it.
-
-    The order of the stream is random, so these images say nothing about the texts; a model that still gets the texts
-    right does not need its images. A microbatch of one sample keeps its image.
-    """
-
-    def batch(self, samples: Sequence[Any]) -> MultiModalBatch:
-        """Rotate the images by one row, then batch as usual."""
-        images = [sample.visual for sample in samples]
-        for sample, visual in zip(samples, images[-1:] + images[:-1], strict=True):
-            sample.visual = visual
-        batch: MultiModalBatch = super().batch(samples)  # type: ignore[misc]
-        return batch
-
-
-class ShuffledImagesTaskEncoder(_ShuffledImages, MultiModalTaskEncoder):
-    """The control of `MultiModalTaskEncoder`."""
-
-
-class ShuffledImagesChatEncoder(_ShuffledImages, ChatTemplateTaskEncoder):
-    """The control of `ChatTemplateTaskEncoder`."""
 
 
 def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModalTaskEncoder | ChatTemplateTaskEncoder:

@@ -20,13 +20,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from fnmatch import fnmatchcase
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,9 +31,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from energon_bridge.core.datasets import get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.core.encoder.base import TaskEncoder
-from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.datasets import get_train_dataset, get_val_dataset
 from energon_bridge.core.errors import (
     ConfigurationError,
     EnergonError,
@@ -45,11 +40,7 @@ from energon_bridge.core.errors import (
     optional_packages,
 )
 from energon_bridge.core.loader.run_plan import DatasetSpec
-from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.stream.policy import ErrorPolicy
-from energon_bridge.core.worker_config import WorkerConfig
-from energon_bridge.models.conversations.conversation import ChatSample, read_conversation
-from energon_bridge.models.conversations.cooker import COOKERS
 from energon_bridge.tools.report.callback import RunReport
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.trainers.feedback import DoReMi, MixFeedback
@@ -68,12 +59,13 @@ from energon_bridge.training.callbacks import (
     say_complete,
     say_fresh_start,
 )
-from energon_bridge.training.config import SIZES, DataConfig, RunConfig, learning_rate_factor
-from energon_bridge.training.config_file import load_config, write_config
+from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder, without_effect
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
+from energon_bridge.training.presets import ModelBundle, export_model
+from energon_bridge.training.run_folder import discard_replaced, kept_description, prepare_run_dir
+from energon_bridge.training.run_model import load_bundle, write_model_of_run
 
 with optional_packages():
     from lightning.pytorch import Trainer
@@ -82,18 +74,6 @@ with optional_packages():
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 logger = logging.getLogger(__name__)
-
-_OF_A_RUN = (
-    "checkpoints",
-    "metrics.jsonl",
-    TIMES,
-    "predictions.jsonl",
-    "report.html",
-    "model",
-    "config.yaml",
-    "export",
-)
-"""What a run writes into its folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -422,164 +402,6 @@ def main_rank_first(function: Callable[[], None], main: bool) -> None:
         raise refused
 
 
-@contextmanager
-def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
-    """Leave the run folder as it was if a run fails before it has left a step in it.
-
-    `config.yaml` still says how the run was made that a resume was to continue, a run that was to be replaced is there
-    again, and one that never began can be started again without `--overwrite`.
-    """
-    described = run_dir / "config.yaml"
-    metrics = run_dir / "metrics.jsonl"
-    known = {name for name in _OF_A_RUN if (run_dir / name).exists()}
-    before = described.read_bytes() if resume and described.exists() else None
-    written = metrics.stat().st_mtime_ns if metrics.exists() else 0
-    try:
-        yield
-    except BaseException:
-        restore_replaced(run_dir)
-        if (metrics.stat().st_mtime_ns if metrics.exists() else 0) != written:
-            raise
-        if before is not None:
-            described.write_bytes(before)
-        made = {name for name in _OF_A_RUN if (run_dir / name).exists()} - known
-        if made and made <= {"config.yaml", "model"}:
-            for name in made:
-                _remove(run_dir / name)
-            with suppress(OSError):  # something else is in it
-                run_dir.rmdir()
-        raise
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-_MOVING, _REPLACED = ".moving", ".replaced"
-"""Where the parts of a run lie that is to be replaced: while they are moved there, and until the new one begins."""
-
-
-def restore_replaced(run_dir: Path) -> None:
-    """Put a run back that was to be replaced, if there is one: the new one has not begun."""
-    for aside in (run_dir / _MOVING, run_dir / _REPLACED):
-        if not aside.exists():
-            continue
-        for name in _OF_A_RUN if aside.name == _REPLACED else ():
-            if (run_dir / name).exists():
-                _remove(run_dir / name)
-        for part in aside.iterdir():
-            part.rename(run_dir / part.name)
-        aside.rmdir()
-
-
-def discard_replaced(run_dir: Path) -> None:
-    """Remove a run that is replaced by one that begins now."""
-    if (run_dir / _REPLACED).exists():
-        _remove(run_dir / _REPLACED)
-
-
-def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool) -> None:
-    """Check the run folder, and write configuration and preset to it.
-
-    Raises:
-        ConfigurationError: It holds a run, and neither `resume` nor `overwrite` is set.
-    """
-    restore_replaced(run_dir)  # that was to be replaced by a run which was killed as it began
-    present = [name for name in _OF_A_RUN if (run_dir / name).exists()]
-    if overwrite and present and not resume:
-        aside = run_dir / _MOVING
-        aside.mkdir()
-        for name in present:
-            (run_dir / name).rename(aside / name)
-        aside.rename(run_dir / _REPLACED)
-    elif present and not resume:
-        raise ConfigurationError(
-            f"the run folder {run_dir} already contains a run ({', '.join(present)}): continue it (--resume), replace "
-            "it (--overwrite), or choose another folder (run_dir=…)"
-        )
-    described = run_dir / "config.yaml"
-    before = load_config(described) if resume and described.exists() else config
-    _check_same_model(before, config, run_dir)
-    if before.data.global_batch_size != config.data.global_batch_size:
-        logger.warning(
-            "data.global_batch_size was %d, and is %d from here on: samples keep their order, but `energon preview` "
-            "and `which` cannot tell from the number of a step which samples it has",
-            *(before.data.global_batch_size, config.data.global_batch_size),
-        )
-    _say_other_schedule(before, config, run_dir)
-    write_config(config, described)
-    write_model_of_run(config, run_dir / "model")
-
-
-def _say_other_schedule(before: RunConfig, now: RunConfig, run_dir: Path) -> None:
-    """Warn if the learning rate goes on by another schedule than the one a run was begun with, which may be a jump."""
-    steps = [int(path.name.split("-")[1].split(".")[0]) for path in (run_dir / "checkpoints").glob("step-*")]
-    if not steps:
-        return
-    step = max(steps)
-
-    def told(config: RunConfig) -> str:
-        settings = config.optimizer
-        last = config.train.max_steps
-        rate = settings.lr * learning_rate_factor(settings, step, last)
-        return (
-            f"{rate:.3g} (lr={settings.lr:g}, warmup_steps={settings.warmup_steps}, then a cosine to "
-            f"min_lr={settings.min_lr:g} at step {last})"
-        )
-
-    if told(before) != told(now):
-        logger.warning(
-            "the learning rate of step %d was to be %s, and is %s from here on: to go on without a jump, keep the "
-            "settings of the optimizer and train.max_steps of %s",
-            *(step, told(before), told(now), run_dir / "config.yaml"),
-        )
-
-
-def _check_same_model(before: RunConfig, now: RunConfig, run_dir: Path) -> None:
-    """Raise ConfigurationError for settings with which the model or the checkpoints of a run cannot go on."""
-    names = ["trainer", "model.freeze"] if any((run_dir / "checkpoints").glob("step-*")) else []
-    if before.model.name_or_path is now.model.name_or_path is None:
-        names += [f"model.{name}" for name in SIZES]
-    values = {name: (attrgetter(name)(now), attrgetter(name)(before)) for name in names}
-    if changed := [f"{name}={new} (there: {old})" for name, (new, old) in values.items() if new != old]:
-        raise ConfigurationError(
-            f"the run in {run_dir} cannot go on with {', '.join(changed)}: set what its config.yaml has, or begin "
-            "another run (run_dir=…)"
-        )
-
-
-def write_model_of_run(config: RunConfig, folder: Path) -> None:
-    """Write the model of a run into a folder if the configuration names a preset."""
-    if config.model.name_or_path is None:
-        captions: Callable[[], Iterable[str]] = lambda: dataset_captions(  # noqa: E731
-            config.data.path, limit=config.model.tokenizer_samples, trust_remote_code=config.data.trust_remote_code
-        )
-        write_preset(config.model, folder, captions)
-
-
-def load_bundle(config: RunConfig, preset_folder: Path) -> ModelBundle:
-    """Load the model of a run with its processors; random weights are drawn from the seed."""
-    settings = config.model
-    torch.manual_seed(key_of("weights", config.seed) >> 1)
-    if settings.name_or_path is None:
-        name = str(preset_folder)
-        init = "random"
-    else:
-        name = settings.name_or_path
-        init = settings.init
-    bundle = load_model(
-        name,
-        init=init,
-        image_tokens_per_image=settings.image_tokens_per_image,
-        attn_implementation=settings.attn_implementation,
-    )
-    freeze(bundle.model, settings.freeze)
-    if config.train.gradient_checkpointing:
-        enable = getattr(bundle.model, "activation_checkpointing_enable", None)  # the newer name
-        (enable or bundle.model.gradient_checkpointing_enable)({"use_reentrant": False})
-    return bundle
-
-
 def _result(module: VisionLanguageModule, trainer: Trainer, *, stopped: bool) -> RunResult:
     validation = module.config.validation
     generates = validation.generate and validation.limit_batches != 0 and not stopped
@@ -591,73 +413,3 @@ def _result(module: VisionLanguageModule, trainer: Trainer, *, stopped: bool) ->
         stopped=stopped,
         main_rank=trainer.is_global_zero,
     )
-
-
-# The texts of a dataset -----------------------------------------------------------------------------------------------
-#
-# Without its images; a preset's tokenizer is trained on them.
-
-
-class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
-    """Keep the texts of a sample."""
-
-    decoder = SampleDecoder(defer_images=True)  # images are not looked at
-    cookers = COOKERS
-
-    def encode_sample(self, sample: Any) -> list[str]:
-        texts: list[Any] = []
-        for name in ("caption", "context", "text", "answers", "sequence", "texts"):
-            value = getattr(sample, name, None)
-            texts += value if isinstance(value, list | tuple) else [value]
-        if isinstance(sample, ChatSample):
-            texts += [part.text for turn in read_conversation(sample).turns for part in turn.parts]
-        return [text for text in texts if isinstance(text, str)]
-
-    def batch(self, samples: list[list[str]]) -> list[str]:
-        return [text for texts in samples for text in texts]
-
-
-def dataset_captions(path: str, *, limit: int, split_part: str = "train", trust_remote_code: bool = False) -> list[str]:
-    """Return the texts of up to `limit` samples, in split order: captions, questions, answers, documents."""
-    batch_size = 64
-    dataset = get_val_dataset(
-        path,
-        split_part=split_part,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        batch_size=batch_size,
-        limit=-(-limit // batch_size),
-        task_encoder=_TextOnly(),
-        trust_remote_code=trust_remote_code,
-    )
-    return [text for texts in get_loader(dataset) for text in texts]
-
-
-# Freezing -------------------------------------------------------------------------------------------------------------
-#
-# A pattern is the path of a module (`model.vision_tower`); `*` matches anything, and everything below is frozen too.
-
-
-def freeze(model: Any, patterns: Sequence[str]) -> None:
-    """Freeze the parts of a model that match the patterns.
-
-    Raises:
-        ConfigurationError: A pattern matches nothing, or nothing is left to train.
-    """
-    parameters = dict(model.named_parameters())
-    for pattern in patterns:
-        matching = [name for name in parameters if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-        if not matching:
-            raise ConfigurationError(_unknown(model, pattern))
-        for name in matching:
-            parameters[name].requires_grad_(False)
-    if parameters and not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigurationError(
-            f"model.freeze={list(patterns)} leaves no parameter of {type(model).__name__} to train: freeze less"
-        )
-
-
-def _unknown(model: Any, pattern: str) -> str:
-    names = [name for name, _ in model.named_modules() if name]
-    shallow = [name for name in names if name.count(".") < 2]
-    hint = did_you_mean(pattern, names)
-    return f"model.freeze: {type(model).__name__} has no part {pattern!r}.{hint} Top-level parts: {', '.join(shallow)}"

@@ -40,6 +40,7 @@ from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training import run as training
 from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.run_model import load_bundle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
@@ -255,7 +256,7 @@ def gradients_of_whole(config: Any, keys: list[str]) -> dict[str, torch.Tensor]:
     """Return the gradients of the mean loss over the tokens of these samples, run one by one in one process."""
 
     def start(rank: int) -> Any:
-        bundle = training.load_bundle(config, Path(config.run_dir) / "model")
+        bundle = load_bundle(config, Path(config.run_dir) / "model")
         encoder = training_task_encoder(config.data, bundle)
         world = WorkerConfig(rank=0, world_size=1, num_workers=0)
         dataset = get_train_dataset(

@@ -29,6 +29,7 @@ from energon_bridge.training.config_file import load_config
 from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.module import VisionLanguageModule, check_packing
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
+from energon_bridge.training.run_model import load_bundle, write_model_of_run
 
 NUM_TRAIN, NUM_VAL = 40, 7
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
@@ -258,7 +259,7 @@ def test_two_ranks_train_on_the_same_packs(finished: tuple[RunConfig, Any], data
 
 def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunConfig, Any], dataset: Path) -> None:
     config, result = finished
-    bundle = training.load_bundle(config, Path(config.run_dir) / "model")
+    bundle = load_bundle(config, Path(config.run_dir) / "model")
     state = torch.load(sorted((Path(config.run_dir) / "checkpoints").iterdir())[-1], weights_only=True)
     unpacked = configuration(
         dataset, Path(config.run_dir), "data.packing_buffer_size=null", "data.packing_max_images=null"
@@ -277,8 +278,8 @@ def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunCo
 
 def test_packs_keep_to_their_limits(dataset: Path, tmp_path: Path) -> None:
     config = configuration(dataset, tmp_path, "data.packing_max_samples=2", "data.packing_max_images=3")
-    training.write_model_of_run(config, tmp_path / "model")
-    bundle = training.load_bundle(config, tmp_path / "model")
+    write_model_of_run(config, tmp_path / "model")
+    bundle = load_bundle(config, tmp_path / "model")
     data = training.build_data_module(config, bundle)
     batches = [next(data.train_dataloader()) for _ in range(10)]
     data.close()

@@ -21,7 +21,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.families import ProcessorFamily
 from energon_bridge.training.config import ModelConfig
 from energon_bridge.training.presets import PRESETS, ModelBundle, load_model, write_preset
-from energon_bridge.training.run import freeze
+from energon_bridge.training.run_model import freeze
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
 MODEL_TYPES = {

@@ -34,13 +34,9 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.run import (
-    dataset_captions,
-    main_rank_first,
-    prepare_run_dir,
-    restore_replaced,
-    write_model_of_run,
-)
+from energon_bridge.training.run import main_rank_first
+from energon_bridge.training.run_folder import prepare_run_dir, restore_replaced
+from energon_bridge.training.run_model import dataset_captions, write_model_of_run
 
 NUM_VAL = 5
 

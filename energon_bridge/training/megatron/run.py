@@ -77,13 +77,11 @@ from energon_bridge.training.run import (
     RunResult,
     build_data_module,
     build_feedback,
-    discard_replaced,
-    kept_description,
-    load_bundle,
     main_rank_first,
-    prepare_run_dir,
     report_title,
 )
+from energon_bridge.training.run_folder import discard_replaced, kept_description, prepare_run_dir
+from energon_bridge.training.run_model import load_bundle
 
 logger = logging.getLogger(__name__)
 

@@ -48,9 +48,10 @@ from energon_bridge.models.conversations.texts import _token_lengths, tokenize, 
 from energon_bridge.models.families import CHATML_TEMPLATE, ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.models.images.visual import as_pil, concat_visual
 from energon_bridge.training.config import DataConfig
-from energon_bridge.training.encoder import ShuffledImagesTaskEncoder, training_task_encoder
+from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.generation import prompts_of
 from energon_bridge.training.presets import LLAVA_TOKENS, ModelBundle, train_tokenizer
+from energon_bridge.training.shuffled_images import ShuffledImagesTaskEncoder
 
 
 def test_only_the_caption_carries_loss_and_labels_are_shifted() -> None:
