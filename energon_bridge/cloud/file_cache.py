@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from energon_bridge.cloud.node_cache import KeptValues, NodeCache, node_cache
+from energon_bridge.cloud.kept_values import KeptValues
+from energon_bridge.cloud.node_cache import NodeCache, node_cache
 from energon_bridge.core.errors import ConfigurationError, LoaderError, StorageError, check_number
 from energon_bridge.core.samples import SourceInfo
 from energon_bridge.core.storage.helpers import Threads

@@ -1,4 +1,6 @@
-"""A cache on the node's disk, with one quota: remote blocks, which all processes share, and values that one keeps.
+"""A cache on the node's disk, of blocks of remote objects, which all processes share.
+
+Within its one quota are also the values that processes keep (`kept_values.py`).
 
 `ENERGON_CACHE_DIR` (and `ENERGON_CACHE_BYTES`) turn it on; `use_node_cache` sets both. Files below `<folder>/v2/<2 hex
 digits>/`, each named by a SHA-256:
@@ -7,48 +9,36 @@ digits>/`, each named by a SHA-256:
     <hash>.block    1 MiB of one version of one object (the last one is shorter), then the CRC-32 of each 64 KiB of it
     <name>.claim    a process fetches it: JSON [host, process]. Void if that process is gone, or after 20 seconds
 
-Values are `<number>.kept` in `<folder>/v2/<host>_<process>_<random>/`, which its process keeps locked. The kernel
-releases the lock of a process that dies, and whoever makes room on its host removes its folder.
-
-Invariant: the bytes read from a block are those that were fetched, and nobody evicts what a living process keeps. Files
-are renamed into place, complete; a block with the wrong length is ignored, and so is one whose needed pieces fail their
-checksum. Blocks have no locks: a claim only saves work, and two processes that fetch the same block write the same
-bytes. If the disk refuses a write (it is full, say), reads go to the server.
+Invariant: the bytes read from a block are those that were fetched. Files are renamed into place, complete; a block with
+the wrong length is ignored, and so is one whose needed pieces fail their checksum. Blocks have no locks: a claim only
+saves work, and two processes that fetch the same block write the same bytes. If the disk refuses a write (it is full,
+say), reads go to the server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
-import logging
 import os
 import re
-import secrets
-import shutil
 import socket
 import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where folders of dead processes stay
-    fcntl = None  # type: ignore[assignment]
-
-from energon_bridge.core.errors import ConfigurationError, StorageError
+from energon_bridge.cloud.process_folders import KEPT, files_below, remove_dead
+from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.storage.base import MADE
 from energon_bridge.core.storage.helpers import PerProcess
 
 _T = TypeVar("_T")
-_log = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
 PIECE = 64 << 10
@@ -69,14 +59,6 @@ _SHARE = 200
 """A process checks what to delete each time it has written this fraction of the cache's limit."""
 _FREE_SHARE = 20
 """The fraction of the disk that is left free."""
-_LEASED_SHARE = 40
-"""The fraction of what may be kept that all processes together add without looking what the others keep; twice as much
-is set aside for it, because processes come."""
-_LEASED_COUNT = 64
-"""Values are leased by this number, and bytes by blocks; where a lease is less, every addition looks."""
-_LOOKS = 20
-"""A process that found no room looks again after this many times the time that the look took, for each process."""
-_KEPT = ".kept"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -107,7 +89,7 @@ class NodeCache:
     """The cache in a folder, shared by all processes that use the same folder. Thread-safe, usable after a fork."""
 
     def __init__(self, folder: str, limit: int | None) -> None:
-        self._folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), "v2")
+        self.folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), "v2")
         self._limit = limit
         self._written = -1
         self._refused = 0.0
@@ -256,7 +238,7 @@ class NodeCache:
     # Files -----------------------------------------------------------------------------------------------------------
 
     def _path(self, name: str) -> str:
-        return f"{self._folder}/{name[:2]}/{name[2:]}"
+        return f"{self.folder}/{name[:2]}/{name[2:]}"
 
     def _id_name(self, url: str) -> str:
         return f"{_hash(url)}.id"
@@ -342,13 +324,13 @@ class NodeCache:
         Return the bytes that there is room for.
         """
         self._written = 0
-        os.makedirs(self._folder, exist_ok=True)
-        self._remove_dead()
+        os.makedirs(self.folder, exist_ok=True)
+        remove_dead(self.folder)
         now = time.time()
         files = list[tuple[float, int, str]]()
         used = 0
-        for path, stat in _files(self._folder):
-            if path.endswith(_KEPT):
+        for path, stat in files_below(self.folder):
+            if path.endswith(KEPT):
                 used += stat.st_size
                 continue
             if not path.endswith((".id", ".block")):
@@ -358,7 +340,7 @@ class NodeCache:
                 continue
             files.append((stat.st_mtime, stat.st_size, path))
             used += stat.st_size
-        disk = os.statvfs(self._folder)
+        disk = os.statvfs(self.folder)
         most = used + disk.f_bavail * disk.f_frsize - disk.f_blocks * disk.f_frsize // _FREE_SHARE
         if self._limit is not None:
             most = min(most, self._limit - self._limit // 10)
@@ -370,200 +352,6 @@ class NodeCache:
             if left >= size:
                 break
         return left
-
-    # What a process keeps --------------------------------------------------------------------------------------------
-
-    def own_folder(self) -> tuple[str, int]:
-        """Make a folder for this process; return its path, and a descriptor that keeps it locked. Raises OSError."""
-        while True:
-            path = f"{self._folder}/{_prefix()}{os.getpid()}_{secrets.token_hex(8)}"
-            try:
-                os.makedirs(path, 0o700)
-                self._remove_dead(but=path)
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue  # another process removed it, or an empty folder above it
-            with contextlib.suppress(OSError):
-                if _lock(descriptor) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return path, descriptor
-            os.close(descriptor)
-
-    def _remove_dead(self, but: str = "") -> int:
-        """Remove the folders of dead processes; return the number of living ones."""
-        living = 0
-        for folder in os.scandir(self._folder):
-            if "_" not in folder.name or folder.path == but:
-                continue
-            living += 1
-            if not folder.name.startswith(_prefix()):
-                continue  # not every file system shows the locks of another host
-            with contextlib.suppress(OSError):  # it has gone, or is another user's
-                descriptor = os.open(folder.path, os.O_RDONLY | os.O_CLOEXEC)
-                if _lock(descriptor, without=False):
-                    shutil.rmtree(folder.path, ignore_errors=True)
-                    living -= 1
-                os.close(descriptor)
-        return living
-
-    def kept(self) -> tuple[int, int, int]:
-        """Return bytes and number of the values that processes keep, and how many processes there are."""
-        living = self._remove_dead()
-        sizes = [stat.st_size for path, stat in _files(self._folder, "_") if path.endswith(_KEPT)]
-        return sum(sizes), len(sizes), living
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the lock of the cache, where the file system has locks."""
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a fork that has copied the descriptor
-            os.close(descriptor)
-
-
-def _prefix() -> str:
-    """Return how the names of folders of this host's processes start."""
-    return f"{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}_"
-
-
-def _lock(descriptor: int, *, without: bool = True) -> bool:
-    """Take the lock of a folder if it is free; return whether it is ours now, or `without` where there are no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return without
-    return True
-
-
-class KeptValues:
-    """The values that this process keeps in a cache until it drops them, in a folder that goes with the process.
-
-    Whoever adds one looks what all processes keep, under the lock of the cache. Where much may be kept, a process adds
-    some without a look; room is set aside for these. `drop` and `close` take no lock: the garbage collector may call
-    them anywhere.
-
-    Args:
-        cache: Where they are kept.
-        max_bytes, max_count: Limits on what all processes keep there.
-        whole: The last process out removes the folder of the cache.
-
-    Attributes:
-        folder: That of this process.
-
-    Raises:
-        StorageError: It cannot be made.
-    """
-
-    def __init__(self, cache: NodeCache, *, max_bytes: int, max_count: int, whole: bool = False) -> None:
-        self._cache = cache
-        self._whole = whole
-        self._limits = max_bytes, max_count
-        self._most = -1, 0  # until the first look
-        self._leased = self._others = 0, 0
-        self._added = (0, 0)
-        self._seen = (0, 0)
-        self._dropped = (0, 0)
-        self._due = 0.0
-        self._numbers = itertools.count()
-        self._putting = threading.Lock()
-        try:
-            self.folder, descriptor = cache.own_folder()
-        except OSError as error:
-            raise StorageError(f"cannot make a folder for cached files: {error}") from error
-        self._descriptors = [descriptor]
-
-    def may_fit(self, more: int = 0) -> bool:
-        """Whether another value may fit, beside some more: by the last look, or because it is time for the next."""
-        return self._fits(1, 1 + more) or time.monotonic() >= self._due
-
-    def has_room(self, count: int) -> bool:
-        """Whether so many more values may fit, by the last look."""
-        return self._fits(1, count)
-
-    def fits(self) -> bool:
-        """Whether another value may fit, after a look if it is time for one."""
-        with self._putting, contextlib.suppress(OSError):
-            if not self._fits(1) and time.monotonic() >= self._due:
-                with self._looking(1):
-                    pass
-        return self._fits(1)
-
-    def put(self, data: bytes) -> str | None:
-        """Write a value and return its path; None if there is no room, or the disk refuses it."""
-        size = len(data)
-        path = f"{self.folder}/{next(self._numbers)}{_KEPT}"
-        try:
-            with self._putting:
-                unseen, fits = _sum(self._added, self._seen, -1), self._fits(size)
-                if not self._descriptors or not (fits or time.monotonic() >= self._due):
-                    return None
-                alone = not fits or unseen[0] + size > self._leased[0] or unseen[1] + 1 > self._leased[1]
-                with self._looking(size) if alone else contextlib.nullcontext():
-                    if not self._fits(size):
-                        return None
-                    with open(path, "xb") as file:
-                        self._added = _sum(self._added, (size, 1))
-                        file.truncate(size)  # others count it from now on
-            with open(path, "r+b") as file:
-                file.write(data)
-        except OSError as error:
-            if self._descriptors:
-                _log.warning("%s: cannot cache a file, so it will be read again: %s", path, error)
-            with self._putting, contextlib.suppress(OSError):
-                os.unlink(path)
-                self._added = _sum(self._added, (size, 1), -1)
-            return None
-        return path
-
-    def drop(self, path: str, size: int) -> None:
-        """Delete a value; not by two threads at once."""
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        self._dropped = _sum(self._dropped, (size, 1))
-
-    def close(self, *, remove: bool = True) -> None:
-        """Delete all values and the folder, but in a forked child, whose parent has them."""
-        with contextlib.suppress(IndexError):
-            descriptor = self._descriptors.pop()
-            if remove:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(descriptor)
-            with contextlib.suppress(OSError):  # there is more
-                os.rmdir(parent := os.path.dirname(self.folder))
-                if self._whole:
-                    os.rmdir(os.path.dirname(parent))
-
-    def _fits(self, size: int, count: int = 1) -> bool:
-        used = _sum(_sum(self._others, self._added), self._dropped, -1)
-        return used[0] + size <= self._most[0] and used[1] + count <= self._most[1]
-
-    @contextlib.contextmanager
-    def _looking(self, size: int) -> Iterator[None]:
-        """Make room for some bytes, count what all processes keep, and let none of them add to it in the block."""
-        began, (max_bytes, max_count) = time.monotonic(), self._limits
-        left = self._cache.make_room(size)
-        with self._cache.alone():
-            kept_bytes, kept_count, processes = self._cache.kept()
-            own = _sum(self._added, self._dropped, -1)
-            self._seen = self._added
-            self._others = _sum((kept_bytes, kept_count), own, -1)
-            share = _LEASED_SHARE * max(1, processes)
-            leased = min(max_bytes, left) // share // BLOCK * BLOCK, max_count // share // _LEASED_COUNT * _LEASED_COUNT
-            self._leased = leased if min(leased) > 0 else (0, 0)
-            self._most = _sum(self._limits, self._leased, -2 * processes) if left >= size else (-1, 0)
-            now = time.monotonic()
-            self._due = now + (now - began) * _LOOKS * processes
-            yield
-
-
-def _sum(first: Sequence[int], second: Sequence[int], times: int = 1) -> tuple[int, int]:
-    return first[0] + times * second[0], first[1] + times * second[1]
 
 
 def _checksums(data: bytes) -> bytes:
@@ -577,14 +365,6 @@ def _read_piece(descriptor: int, block: memoryview, number: int, sums: bytes) ->
     piece = block[number * PIECE : (number + 1) * PIECE]
     got = os.preadv(descriptor, [piece], number * PIECE)
     return got == len(piece) and zlib.crc32(piece).to_bytes(4, "little") == sums[4 * number : 4 * number + 4]
-
-
-def _files(folder: str, mark: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    for part in (part for part in os.scandir(folder) if mark in part.name):
-        with contextlib.suppress(OSError):  # it may disappear meanwhile
-            for entry in os.scandir(part.path):
-                with contextlib.suppress(FileNotFoundError):
-                    yield entry.path, entry.stat()
 
 
 def _hash(text: str) -> str:

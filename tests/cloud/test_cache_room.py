@@ -15,8 +15,9 @@ import pytest
 from caching import Slow, wait_for
 
 from energon_bridge import FileStoreCachePool, use_node_cache
-from energon_bridge.cloud import node_cache
-from energon_bridge.cloud.node_cache import KeptValues, NodeCache, Version
+from energon_bridge.cloud import kept_values, process_folders
+from energon_bridge.cloud.kept_values import KeptValues
+from energon_bridge.cloud.node_cache import BLOCK, NodeCache, Version
 
 CONTEXT = multiprocessing.get_context("fork")
 SECONDS = 20.0
@@ -110,7 +111,7 @@ def churn(room: KeptValues, seed: int) -> int:
             values.append((path, size))
         elif values:
             room.drop(*values.pop(generator.randrange(len(values))))
-        with room._cache.alone():  # else a value that goes and one that comes could both be seen
+        with process_folders.alone(room._cache.folder):  # else a value that goes and one that comes could both be seen
             most = max(most, sum(kept_below(Path(room.folder).parent)))
     for value in values:
         room.drop(*value)
@@ -139,7 +140,7 @@ def fill(room: KeptValues, size: int) -> tuple[int, int]:
 
 def test_where_much_may_be_kept_few_look(children: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
     """And the limit is that of all processes all the same."""
-    monkeypatch.setattr(node_cache, "_LEASED_COUNT", 1)
+    monkeypatch.setattr(kept_values, "_LEASED_COUNT", 1)
     some = [children(fill, max_count=2000, max_bytes=10**9) for _ in range(4)]
     for child in some:
         child.pipe.send((1,))
@@ -167,7 +168,7 @@ def put_and_die(room: KeptValues, size: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return opened(path, mode)
 
-    node_cache.open = last_open  # type: ignore[attr-defined]
+    kept_values.open = last_open  # type: ignore[attr-defined]
     room.put(bytes(size))
 
 
@@ -248,7 +249,7 @@ def test_without_locks_there_are_the_limits_all_the_same(tmp_path: Path, monkeyp
     def refused(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(node_cache.fcntl, "flock", refused)
+    monkeypatch.setattr(process_folders.fcntl, "flock", refused)
     rooms = [room_in(tmp_path) for _ in range(2)]
     path = rooms[0].put(bytes(900))
     assert path
@@ -264,7 +265,7 @@ def test_without_locks_there_are_the_limits_all_the_same(tmp_path: Path, monkeyp
 
 
 def publish(cache: NodeCache, number: int) -> None:
-    cache.put((Version("https://example.org/a", "tag", 100 * node_cache.BLOCK), number), bytes(100_000))
+    cache.put((Version("https://example.org/a", "tag", 100 * BLOCK), number), bytes(100_000))
 
 
 def blocks_in(folder: Path) -> int:

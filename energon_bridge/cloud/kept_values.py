@@ -1,0 +1,156 @@
+"""Values that a process keeps in a cache on the node's disk until it drops them, within one quota of all processes.
+
+They are `<number>.kept` in `<folder>/v2/<host>_<process>_<random>/`, a folder of the process (`process_folders.py`).
+
+Invariant: nobody evicts what a living process keeps, and all processes together never keep more than the limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from energon_bridge.cloud.node_cache import BLOCK, NodeCache
+from energon_bridge.cloud.process_folders import KEPT, alone, kept_in, own_folder
+from energon_bridge.core.errors import StorageError
+
+_log = logging.getLogger(__name__)
+
+_LEASED_SHARE = 40
+"""The fraction of what may be kept that all processes together add without looking what the others keep; twice as much
+is set aside for it, because processes come."""
+_LEASED_COUNT = 64
+"""Values are leased by this number, and bytes by blocks; where a lease is less, every addition looks."""
+_LOOKS = 20
+"""A process that found no room looks again after this many times the time that the look took, for each process."""
+
+
+class KeptValues:
+    """The values that this process keeps in a cache until it drops them, in a folder that goes with the process.
+
+    Whoever adds one looks what all processes keep, under the lock of the cache. Where much may be kept, a process adds
+    some without a look; room is set aside for these. `drop` and `close` take no lock: the garbage collector may call
+    them anywhere.
+
+    Args:
+        cache: Where they are kept.
+        max_bytes, max_count: Limits on what all processes keep there.
+        whole: The last process out removes the folder of the cache.
+
+    Attributes:
+        folder: That of this process.
+
+    Raises:
+        StorageError: It cannot be made.
+    """
+
+    def __init__(self, cache: NodeCache, *, max_bytes: int, max_count: int, whole: bool = False) -> None:
+        self._cache = cache
+        self._whole = whole
+        self._limits = max_bytes, max_count
+        self._most = -1, 0  # until the first look
+        self._leased = self._others = 0, 0
+        self._added = (0, 0)
+        self._seen = (0, 0)
+        self._dropped = (0, 0)
+        self._due = 0.0
+        self._numbers = itertools.count()
+        self._putting = threading.Lock()
+        try:
+            self.folder, descriptor = own_folder(cache.folder)
+        except OSError as error:
+            raise StorageError(f"cannot make a folder for cached files: {error}") from error
+        self._descriptors = [descriptor]
+
+    def may_fit(self, more: int = 0) -> bool:
+        """Whether another value may fit, beside some more: by the last look, or because it is time for the next."""
+        return self._fits(1, 1 + more) or time.monotonic() >= self._due
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many more values may fit, by the last look."""
+        return self._fits(1, count)
+
+    def fits(self) -> bool:
+        """Whether another value may fit, after a look if it is time for one."""
+        with self._putting, contextlib.suppress(OSError):
+            if not self._fits(1) and time.monotonic() >= self._due:
+                with self._looking(1):
+                    pass
+        return self._fits(1)
+
+    def put(self, data: bytes) -> str | None:
+        """Write a value and return its path; None if there is no room, or the disk refuses it."""
+        size = len(data)
+        path = f"{self.folder}/{next(self._numbers)}{KEPT}"
+        try:
+            with self._putting:
+                unseen, fits = _sum(self._added, self._seen, -1), self._fits(size)
+                if not self._descriptors or not (fits or time.monotonic() >= self._due):
+                    return None
+                alone = not fits or unseen[0] + size > self._leased[0] or unseen[1] + 1 > self._leased[1]
+                with self._looking(size) if alone else contextlib.nullcontext():
+                    if not self._fits(size):
+                        return None
+                    with open(path, "xb") as file:
+                        self._added = _sum(self._added, (size, 1))
+                        file.truncate(size)  # others count it from now on
+            with open(path, "r+b") as file:
+                file.write(data)
+        except OSError as error:
+            if self._descriptors:
+                _log.warning("%s: cannot cache a file, so it will be read again: %s", path, error)
+            with self._putting, contextlib.suppress(OSError):
+                os.unlink(path)
+                self._added = _sum(self._added, (size, 1), -1)
+            return None
+        return path
+
+    def drop(self, path: str, size: int) -> None:
+        """Delete a value; not by two threads at once."""
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        self._dropped = _sum(self._dropped, (size, 1))
+
+    def close(self, *, remove: bool = True) -> None:
+        """Delete all values and the folder, but in a forked child, whose parent has them."""
+        with contextlib.suppress(IndexError):
+            descriptor = self._descriptors.pop()
+            if remove:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(descriptor)
+            with contextlib.suppress(OSError):  # there is more
+                os.rmdir(parent := os.path.dirname(self.folder))
+                if self._whole:
+                    os.rmdir(os.path.dirname(parent))
+
+    def _fits(self, size: int, count: int = 1) -> bool:
+        used = _sum(_sum(self._others, self._added), self._dropped, -1)
+        return used[0] + size <= self._most[0] and used[1] + count <= self._most[1]
+
+    @contextlib.contextmanager
+    def _looking(self, size: int) -> Iterator[None]:
+        """Make room for some bytes, count what all processes keep, and let none of them add to it in the block."""
+        began, (max_bytes, max_count) = time.monotonic(), self._limits
+        left = self._cache.make_room(size)
+        with alone(self._cache.folder):
+            kept_bytes, kept_count, processes = kept_in(self._cache.folder)
+            own = _sum(self._added, self._dropped, -1)
+            self._seen = self._added
+            self._others = _sum((kept_bytes, kept_count), own, -1)
+            share = _LEASED_SHARE * max(1, processes)
+            leased = min(max_bytes, left) // share // BLOCK * BLOCK, max_count // share // _LEASED_COUNT * _LEASED_COUNT
+            self._leased = leased if min(leased) > 0 else (0, 0)
+            self._most = _sum(self._limits, self._leased, -2 * processes) if left >= size else (-1, 0)
+            now = time.monotonic()
+            self._due = now + (now - began) * _LOOKS * processes
+            yield
+
+
+def _sum(first: Sequence[int], second: Sequence[int], times: int = 1) -> tuple[int, int]:
+    return first[0] + times * second[0], first[1] + times * second[1]
