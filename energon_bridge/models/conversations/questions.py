@@ -38,6 +38,7 @@ CHOICES = (
 )
 """Columns of lists of choices."""
 _SERIES = re.compile(r"(options?|choices?|opt|op|ending|sol|alternative|answer|ans|a(?=\d)|)[_ ]?([a-j]|\d)")
+_LABEL = re.compile(r"(option|choice)?[_ ]?([a-j]|\d+)|texts?|labels?")
 _ASKED = ("question", "question_stem", "query", "problem", "prompt", "instruction", "input", "ctx", "goal", "sentence")
 _RIGHT = (
     *("answer", "answerkey", "answer_key", "answer_idx", "answer_index", "answer_id", "correct_answer", "correct"),
@@ -491,6 +492,39 @@ def unknown_texts(entry: Mapping[str, Any], known: Collection[str], pair: tuple[
     return [name for name in found if not said or not all(one in str(entry[name]) for one in said)]  # Alpaca's `text`
 
 
+def not_said(entry: Mapping[str, Any], said: Sequence[Any]) -> list[str]:
+    """Return the columns that are known to belong to a question, and that have a text which is in none of `said`.
+
+    Ids, paths and URLs are no such texts, nor are settings (`options: {"temperature": 0, "stop": ["."]}`).
+    """
+    names = _named(tuple(entry))
+    if not (names.contexts or names.choices or names.series):
+        return []
+    texts = {name: [one for one in texts_in(entry[name]) if not _is_id(one)] for name in names.contexts}
+    lists = [{name: entry[name]} for name in names.choices if not _are_settings(entry[name])]
+    for columns in (*lists, {name: entry[name] for name, *_ in names.series}):
+        texts |= _choices_in(columns)
+    whole = "\n".join(text for one in said for text in texts_in(one))
+    return [name for name, of in texts.items() if not all(text in whole for text in of)]
+
+
+def _choices_in(columns: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the texts of choices by their columns; of what is not understood, all texts."""
+    try:
+        options = options_of(columns)
+    except SampleError:
+        return {name: texts_in(value) for name, value in columns.items()}
+    return {} if options is None else dict.fromkeys(options.columns, list(options.texts) or [options.written])
+
+
+def _is_id(text: str) -> bool:
+    return _is_name(text) and (text.isascii() or "://" in text) and ("=" not in text or "://" in text)
+
+
+def _are_settings(value: Any) -> bool:
+    return isinstance(value, Mapping) and not any(_LABEL.fullmatch(str(key).lower()) for key in value)
+
+
 def is_metadata(column: str) -> bool:
     """Return whether a column is known to say something of a sample, or of its answer, and not to be part of it."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])|[ -]", "_", column).lower()  # fullAnswer, l2-category
@@ -509,8 +543,12 @@ def texts_in(value: Any) -> list[str]:
 def short_text(value: Any) -> str | None:
     """Return a value that is a text of few words; None for numbers, names of files and the like."""
     text = value.strip() if isinstance(value, str) and not _is_missing(value) and re.search(r"\w", value) else ""
-    is_name = " " not in text and (any(one.isdigit() for one in text) or "/" in text or "://" in text or "_" in text)
-    return text if text and not is_name and not _is_long(text) else None
+    return text if text and not _is_name(text) and not _is_long(text) else None
+
+
+def _is_name(text: str) -> bool:
+    """Return whether a text is nothing, or an id, a path or a URL."""
+    return " " not in text and (not text or any(one.isdigit() or one in "/_" for one in text))
 
 
 def _is_long(value: Any) -> bool:

@@ -28,7 +28,14 @@ from typing import Any, Literal
 from energon_bridge.core.errors import SampleError, SkipSample
 from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.models.conversations.places import Medium as Medium, respelled, spelled
-from energon_bridge.models.conversations.questions import AnswersAs, choice_pair, composed, first_answer, unknown_texts
+from energon_bridge.models.conversations.questions import (
+    AnswersAs,
+    choice_pair,
+    composed,
+    first_answer,
+    not_said,
+    unknown_texts,
+)
 from energon_bridge.models.conversations.segments import OPTIONS
 
 MEDIA: tuple[Medium, ...] = ("image", "video", "audio")
@@ -102,7 +109,7 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
     """Return the turns of an entry in one form; None if it is no conversation.
 
     Raises:
-        SampleError: It is one that is not understood, has preferences, or texts that may belong to its question.
+        SampleError: It is one that is not understood, has preferences, or texts that belong to its questions, or may.
     """
     entry = with_turns(entry)
     name = _named(entry)
@@ -115,6 +122,11 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
             "answers, convert the list with --preferred; a column that means something else needs another name"
         )
     if name is not None:
+        if lost := not_in_turns(entry):
+            raise SampleError(
+                f"`{lost[0]}` has a text beside `{name}` ({_short(entry[lost[0]])}) that belongs to a question, and no "
+                f"turn has it: write it into its turn, or convert the list with --ignore {' --ignore '.join(lost)}"
+            )
         turns = known_turns(_listed(entry, name))
     else:
         assert pair is not None
@@ -131,6 +143,11 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
             "and boxes into the texts, as the model has them"
         )
     return turns
+
+
+def not_in_turns(entry: Mapping[str, Any]) -> list[str]:
+    """Return the columns beside turns that are known to belong to questions, and whose texts no turn has."""
+    return not_said(entry, [entry[name] for name in CONVERSATIONS if name in entry])
 
 
 def with_turns(entry: Mapping[str, Any]) -> Mapping[str, Any]:

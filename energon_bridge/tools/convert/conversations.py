@@ -24,6 +24,7 @@ from energon_bridge.models.conversations.turns import (
     has_pairs,
     has_preferences,
     medium_by_name,
+    not_in_turns,
     num_rejected,
     part_kind,
     part_payload,
@@ -362,6 +363,7 @@ def as_told(row: Row, layout: Layout) -> Row:
                 entry = {name: values[name] for name in ("system", "system_prompt", "history") if name in values}
                 entry |= {"question": question, "answer": letter or first_answer(values[right]) or str(values[right])}
             values["messages"] = read_turns(entry, layout.answers_as)
+            values = {name: value for name, value in values.items() if name not in not_in_turns(values)}
     return replace(row, values=values, files=files)
 
 

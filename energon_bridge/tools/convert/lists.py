@@ -31,7 +31,6 @@ from energon_bridge.models.conversations.questions import (
     options_of,
     short_text,
     template_columns,
-    texts_in,
     unknown_texts,
 )
 from energon_bridge.models.conversations.segments import OPTIONS
@@ -41,6 +40,7 @@ from energon_bridge.models.conversations.turns import (
     KNOWN_BESIDE,
     find_pair,
     has_preferences,
+    not_in_turns,
 )
 from energon_bridge.tools.convert.conversations import (
     as_files,
@@ -510,6 +510,9 @@ def answers_of(rows: Sequence[Row]) -> AnswersAs | None:
         return answers_as(entries)
 
 
+_INTO_TURNS = "Write it into its turn, or leave the column out: energon convert with --ignore COLUMN."
+
+
 def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     """Raise SourceError if questions of the first rows have texts beside them that may belong to them.
 
@@ -523,8 +526,8 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     for row in rows:
         pair = find_pair(row.values)
         if any(name in row.values for name in CONVERSATIONS):
-            if lost := [name for name in _not_in_turns(row.values) if name not in known]:
-                raise SourceError(f"{row.where}: {_beside(lost, row.values, None, remedy)}")
+            if lost := [name for name in not_in_turns(row.values) if name not in known]:
+                raise SourceError(f"{row.where}: {_beside(lost, row.values, None, _INTO_TURNS)}")
             continue
         if pair is None and not mapped:
             continue
@@ -544,14 +547,6 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     for name, texts in short.items():
         if len(texts) < 4 or 2 * len({*texts}) > len(texts):  # else it names categories
             raise SourceError(f"{rows[0].where}: {_beside([name], {name: texts[0]}, None, remedy)}")
-
-
-def _not_in_turns(values: Mapping[str, Any]) -> list[str]:
-    """Return the columns beside turns that are known to belong to questions, and whose texts no turn has."""
-    turns = " ".join(texts_in([values[name] for name in CONVERSATIONS if name in values]))
-    with suppress(SampleError):
-        return [name for name in columns_of(values) if not all(text in turns for text in texts_in(values[name]))]
-    return []
 
 
 def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, str] | None, remedy: str) -> str:
@@ -580,10 +575,12 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
         taken: Iterable[str] = ()
         if layout.is_crude:
             pair = find_pair(row.values)
-            if pair is None and not any(name in row.values for name in CONVERSATIONS):
+            has_turns = any(name in row.values for name in CONVERSATIONS)
+            if pair is None and not has_turns:
                 continue
             taken = (*CONVERSATIONS, *KNOWN_BESIDE, *row.files, *(pair or ()), *(OPTIONS["video"] if row.files else ()))
-            taken = (*taken, *(template_columns(layout.question) if layout.question else columns_of(row.values)))
+            if not has_turns:
+                taken = (*taken, *(template_columns(layout.question) if layout.question else columns_of(row.values)))
         filled = (name for name, value in {**row.values, **row.files}.items() if value not in (None, "", []))
         names |= dict.fromkeys(name for name in filled if name not in taken and name not in used)
     return list(names)

@@ -293,6 +293,59 @@ def test_what_stands_beside_turns_must_be_in_them(tmp_path: Path) -> None:
     assert learned(out) == [["It opened in 1999. When?", "In 1999."]]
 
 
+TURNS = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "In 1999."}]
+BESIDE_TURNS: dict[str, dict[str, Any]] = {
+    "context": {"context": "The line opened in 1999."},
+    "hint": {"hint": "Look at the date."},
+    "passage": {"Passage": ["The line opened.", "It was late."]},
+    "Chinese": {"context": "这条线路于1999年开通。"},
+    "formula": {"hint": "x/2=3"},
+    "options": {"options": ["in 1998", "in 1999"]},
+    "numbers": {"choices": [12, 13]},
+    "objects": {"choices": {"text": ["red", "blue"], "label": ["A", "B"]}},
+    "nested": {"choices": [["red"], ["blue"]]},
+    "letters": {"A": "red", "B": "blue", "C": None},
+    "context and odd choices": {"choices": [["red"]], "story": "It was late."},
+}
+
+
+@pytest.mark.parametrize("turns", ["messages", "conversations"])
+@pytest.mark.parametrize("name", BESIDE_TURNS)
+def test_lines_with_texts_beside_turns_are_refused(
+    tmp_path: Path, name: str, turns: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = {turns: TURNS, **BESIDE_TURNS[name]}
+    ignored = [flag for column in BESIDE_TURNS[name] for flag in ("--ignore", column)]
+    source = listed(tmp_path, [entry], "rows.jsonl")
+    with pytest.raises(EmptyDatasetError):
+        learned(source)
+    assert f"beside `{turns}`" in caplog.text
+    assert "convert the list with --ignore" in caplog.text
+    assert "with --ignore" in refused(source, tmp_path / "out")
+    assert learned(converted(source, tmp_path / "out", *ignored, "--split-ratio", "1,0,0")) == [["When?", "In 1999."]]
+
+
+def test_metadata_beside_turns_needs_no_flag(tmp_path: Path) -> None:
+    beside = {
+        **{"id": "a-1", "source": "a set of texts", "category": "questions of time", "lang": "en", "score": 0.5},
+        **{"tools": [], "timestamp": "2020-01-01 10:00:00", "license": "cc by 4.0 or later", "split": "train"},
+        **{"options": {"temperature": 0.5, "stop": ["</s>"]}, "context": {"user": "u_17"}, "hint": "", "A": None},
+        **{"document": "docs/a_17.pdf", "story": "https://example.com/stories", "choices": "[]"},
+        "evidence": ["id_7", "When?"],
+    }
+    source = listed(tmp_path, [{"messages": TURNS, **beside}], "rows.jsonl")
+    out = converted(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    assert learned(source) == learned(out) == [["When?", "In 1999."]]
+
+
+def test_columns_that_a_template_leaves_out_stay_out(tmp_path: Path) -> None:
+    entry = {"question": "When?", "context": "The line opened in 1999.", "answer": "In 1999."}
+    out = converted(
+        listed(tmp_path, [entry]), tmp_path / "out", "--question", "Say: {question}", "--split-ratio", "1,0,0"
+    )
+    assert learned(out) == [["Say: When?", "In 1999."]]
+
+
 def test_flags_of_questions_are_refused_where_there_are_none(tmp_path: Path) -> None:
     write_pictures(tmp_path / "photos", ["cat/a.png", "dog/b.png"])
     for flags in (("--ignore", "label"), ("--question", "{label}"), ("--answers-as", "index")):
