@@ -13,11 +13,11 @@ from typing import Any, Self
 from energon_bridge.compat.table import not_provided
 from energon_bridge.core.errors import ConfigurationError, ShardMissingError
 from energon_bridge.core.format.jsonl import index_jsonl
+from energon_bridge.core.format.key_index import NEW_KEYS
 from energon_bridge.core.format.nvmeta import expand_braces
 from energon_bridge.core.prepare import SplitRule, prepare_dataset, rebuild_index
 from energon_bridge.core.prepare.split import find_shards
 from energon_bridge.core.storage import open_store
-from energon_bridge.tools.check.duplicates import rename_duplicates
 from energon_bridge.tools.check.joins import mix_joins, prepare_join
 from energon_bridge.tools.check.media import MediaFilter, prepare_media
 
@@ -79,7 +79,7 @@ class WebdatasetPreparator:
         """Index tars (relative paths, with braces) below a folder, write `.nv-meta`, and return the part names.
 
         `progress_fn` and `index_sqlite_tmp_path` have no effect. Raises NotProvidedError for another shuffle seed than
-        42 (or None), and another name of the split file.
+        42 (or None), another name of the split file, and `fix_duplicates`.
         """
         _refuse(split_config != "split.yaml", f"split_config={split_config!r}", "the split is written to split.yaml")
         _refuse(
@@ -87,12 +87,11 @@ class WebdatasetPreparator:
             f"shuffle_seed={shuffle_seed}",
             f"shards are shuffled with the seed {_SHUFFLE_SEED} or, with None, not at all",
         )
+        _refuse(fix_duplicates, "fix_duplicates=True", f"tars are never changed; for new, unique keys: {NEW_KEYS}")
         folder = os.fspath(parent_path)
         if tar_index_only:
             return set(rebuild_index(folder, num_workers=workers).part_names)
         exclude = _all_but(folder, paths)
-        if fix_duplicates:
-            rename_duplicates(folder, exclude=exclude, num_workers=workers)
         prepared = prepare_dataset(
             folder,
             split=_split(split_parts_ratio, split_parts_patterns, shuffle=shuffle_seed is not None),

@@ -307,7 +307,7 @@ MODULE_ADVICE = {
     "flavors.jsonl": "open the .jsonl file with get_train_dataset; `energon prepare FILE.jsonl` writes its index",
     "flavors.webdataset": "energon_bridge.core.format reads datasets and `energon prepare` writes them",
     "flavors.webdataset.aggregator_pool": "use concurrent.futures",
-    "flavors.webdataset.tar_patcher": "`energon prepare --fix-duplicates` renames duplicates",
+    "flavors.webdataset.tar_patcher": "for new keys, write samples again: `energon convert SOURCE OUT --keys number`",
     "fork_hook": "use before_fork_hook and its kin, or os.register_at_fork",
     "local_copy": "data is read by ranges from where it lies, and no copy is made",
     "media": "energon_bridge.tools.check.media.prepare_media and `energon prepare-media` write media metadata",

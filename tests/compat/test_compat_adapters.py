@@ -213,8 +213,12 @@ def test_datasets_are_prepared(path: Path, tmp_path: Path) -> None:
     assert prepare(root, [], tar_index_only=True) == {"png", "txt"}
     with pytest.raises(errors.ShardMissingError, match=r"nowhere\.tar"):
         prepare(root, ["nowhere.tar"], split_parts_ratio=[("a", 1)])
-    for refused in ({"split_config": "x.yaml"}, {"shuffle_seed": 7}):
-        with pytest.raises(NotProvidedError):
+    for refused, advice in (
+        ({"split_config": "x.yaml"}, "the split is written to split.yaml"),
+        ({"shuffle_seed": 7}, "with the seed 42"),
+        ({"fix_duplicates": True}, r"fix_duplicates=True.*energon convert SOURCE OUT --keys number"),
+    ):
+        with pytest.raises(NotProvidedError, match=advice):
             prepare(root, paths, split_parts_ratio=[("a", 1)], **refused)
 
 

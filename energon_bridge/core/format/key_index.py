@@ -40,6 +40,8 @@ from energon_bridge.core.storage import LocalStore, Store
 # stays open. An index at a URL is copied to a local file first.
 
 
+NEW_KEYS = "energon convert SOURCE OUT --keys number"
+"""The command that writes samples with equal keys again, all of them, with keys of their own."""
 _COPY_BYTES = 64 << 20
 _CHECK_EVERY_STEPS = 1_000_000
 """Steps of sqlite's virtual machine between two checks of the time limit; a lookup takes a few dozen."""
@@ -475,8 +477,9 @@ class KeyIndexWriter:
         self.connection.close()
 
     def _duplicate(self, shard: int, scan: ShardScan) -> DuplicateKeyError:
-        """Find the key that made the insertion fail; rows of this shard before it may be in the table."""
+        """Find the keys that made the insertion fail; rows of this shard before them may be in the table."""
         seen: set[str] = set()
+        twice: dict[str, str] = {}  # to the shard that has the key, too
         query = "SELECT tar_file_id FROM samples WHERE sample_key = ? AND tar_file_id != ?"
         for key in scan.keys:
             row = self.connection.execute(query, (key, shard)).fetchone()
@@ -486,13 +489,15 @@ class KeyIndexWriter:
                 here = scan.parts_of(scan.keys.index(key))
                 if row is not None and there and there.isdisjoint(here):
                     return other_parts(other, key, there, self._shards[shard], here)
-                return DuplicateKeyError(
-                    f"the sample key {key!r} is in {other!r} and again in {self._shards[shard]!r}. Keys must be unique "
-                    f"in a dataset. Rename keys with --fix-duplicates, leave a shard out with --exclude, or prepare "
-                    f"with --no-key-index if nothing looks samples up by key."
-                )
+                twice.setdefault(key, other)
             seen.add(key)
-        return DuplicateKeyError(f"a sample key of {self._shards[shard]!r} occurs twice in the dataset.")
+        key, other = next(iter(twice.items()), ("", ""))
+        more = f", and so with {len(twice) - 1} more of its keys" if len(twice) > 1 else ""
+        return DuplicateKeyError(
+            f"the sample key {key!r} is in {other!r} and again in {self._shards[shard]!r}{more}. Keys must be unique "
+            f"in a dataset. Write the samples again, numbered: {NEW_KEYS}; or prepare with --no-key-index if nothing "
+            "looks samples up by key."
+        )
 
     def _part_names(self, key: str) -> set[str]:
         """Return the names of the parts of the earlier sample with a key."""

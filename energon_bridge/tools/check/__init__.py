@@ -1,5 +1,5 @@
-"""Is a dataset as it should be: lint, duplicates, media metadata, samples that failed, and the index of joins.
+"""Is a dataset as it should be: lint, media metadata, samples that failed, and the index of joins.
 
-`lint` looks at prepared datasets, `summary` describes them, `duplicates` finds equal keys, `media` measures files,
-`engines` runs tasks of preparation on processes, Ray or SLURM, `quarantine` reads what a run has left out.
+`lint` looks at prepared datasets, `summary` describes them, `media` measures files, `engines` runs
+tasks of preparation on processes, Ray or SLURM, `quarantine` reads what a run has left out.
 """

@@ -11,8 +11,8 @@ import click
 
 from energon_bridge.core.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.core.format.jsonl import index_jsonl, is_jsonl
+from energon_bridge.core.format.key_index import NEW_KEYS
 from energon_bridge.core.format.nvmeta import INFO_JSON, meta_path, prepared_within, read_info, refuse_meta_path
-from energon_bridge.core.format.parallel import Workers
 from energon_bridge.core.prepare.run import Prepared, prepare_dataset, rebuild_index, scan_task
 from energon_bridge.core.prepare.split import SplitRule, find_shards, parse_patterns, parse_ratio
 from energon_bridge.core.samples import CrudeSample, sample_type_by_name
@@ -23,7 +23,6 @@ from energon_bridge.tools.check.dataset_yaml import (
     read_first_samples,
     render_dataset_yaml,
 )
-from energon_bridge.tools.check.duplicates import rename_duplicates
 from energon_bridge.tools.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
 from energon_bridge.tools.cli.output import count_of, json_option
 from energon_bridge.tools.cli.prepare_options import (
@@ -39,8 +38,6 @@ from energon_bridge.tools.cli.prepare_options import (
     tmp_option,
     workers_option,
 )
-
-_SHOWN = 10
 
 
 @click.command("prepare")
@@ -63,7 +60,7 @@ _SHOWN = 10
 @click.option("--tar-index-only", is_flag=True, help="Only write the indexes of a prepared dataset again.")
 @click.option("--key-index/--no-key-index", default=True, help="Write index.sqlite, which looks samples up by key.")
 @click.option("--checksums", is_flag=True, help="Keep checksums of all samples and parts, which readers compare.")
-@click.option("--fix-duplicates", is_flag=True, help="Rename samples with duplicate keys, in the tars themselves.")
+@click.option("--fix-duplicates", is_flag=True, hidden=True, help="Of megatron-energon; refused.")
 @click.option("--force-overwrite", is_flag=True, help="Prepare again without asking.")
 @click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
 @click.option("--dataset-yaml-name", default="dataset.yaml", show_default=True, help="Name of the file to write.")
@@ -118,14 +115,13 @@ def command(
             --sample-type CaptioningSample --field-map '{"image": "jpg", "caption": "txt"}'
     energon prepare mix.yaml
     energon prepare /data/captions --task 3/16          a share of the tars, then once --finish
-    energon prepare /data/captions --fix-duplicates     the second sample `a` becomes `a~2`
     """
+    if fix_duplicates:
+        raise ConfigurationError(f"--fix-duplicates: tars are never changed. For new, unique keys: {NEW_KEYS}")
     share = chosen_task(task, finish=finish)
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
-        if any(
-            (split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, fix_duplicates, checksums)
-        ):
+        if any((split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, checksums)):
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options are for the folder of a dataset.")
         if is_jsonl(path):
@@ -136,10 +132,6 @@ def command(
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return None
     workers = choose_engine(engine, address, num_workers)
-    if fix_duplicates and (share or finish or tar_index_only):
-        raise ConfigurationError(
-            "--fix-duplicates reads all tars: run it without --task, --finish and --tar-index-only."
-        )
     if share is not None:
         if split_ratio or split_parts or sample_type or tar_index_only or media:
             raise ConfigurationError("--task only scans tars: use these options with --finish, or with prepare-media.")
@@ -178,8 +170,6 @@ def command(
     named = f"; the first is {shards[0]}, the last is {shards[-1]}" if len(shards) > 1 else f": {shards[0]}"
     click.echo(f"Found {count_of(len(shards), 'tar file')}{named}.")
     rule = _split_rule(split_ratio, split_parts, shuffle=shuffle_tars, non_interactive=non_interactive)
-    if fix_duplicates:
-        _rename(path, exclude=exclude, num_workers=workers)
     dataset_yaml = None
     if not skip_dataset_yaml:
         dataset_yaml = _dataset_yaml(
@@ -209,18 +199,6 @@ def command(
                 "with a larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
             )
     return asdict(prepared)
-
-
-def _rename(path: str, *, exclude: str | None, num_workers: Workers) -> None:
-    renamed = rename_duplicates(path, exclude=exclude, num_workers=num_workers)
-    for one in renamed[:_SHOWN]:
-        click.echo(f"{one.shard}: {one.key} is now {one.new_key}.")
-    if len(renamed) > _SHOWN:
-        click.echo(f"... and {len(renamed) - _SHOWN:,} more.")
-    if renamed:
-        click.echo(f"Renamed {count_of(len(renamed), 'sample')}.")
-    else:
-        click.echo("No duplicate keys.")
 
 
 def _prepare_mix(path: str, *, num_workers: int, trust: bool, progress: bool) -> None:

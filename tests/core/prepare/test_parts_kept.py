@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -226,7 +227,7 @@ def test_samples_in_pieces_are_refused_by_each_command(
     tmp_path: Path, entries: list[Entry], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tar(tmp_path / "in/s.tar", *entries)
-    for flags in ([], ["--no-key-index"], ["--fix-duplicates"]):
+    for flags in ([], ["--no-key-index"]):
         assert message in refused("prepare", tmp_path / "in", *FLAGS, *flags)
     for source in (path, tmp_path / "in"):
         for flags in ([], ["--keys", "number"], ["--on-error", "skip"]):
@@ -265,20 +266,35 @@ def test_keys_with_other_parts_in_each_tar_get_no_new_keys(tmp_path: Path) -> No
     tar(tmp_path / "in/t.tar", ("2.txt", b"b"), ("3.txt", b"c"))
     for arguments in (
         ["prepare", tmp_path / "in", *FLAGS],
-        ["prepare", tmp_path / "in", *FLAGS, "--fix-duplicates"],
         ["convert", tmp_path / "in", tmp_path / "out", "--no-progress"],
         ["convert", tmp_path / "in", tmp_path / "out", "--no-progress", "--keys", "number"],
     ):
         output = refused(*arguments)
         assert "the key '2' has the parts jpg in " in output
         assert "prepare each folder, and join the datasets in a mix." in output
-        assert not any(flag in output for flag in ("--keys number", "--no-key-index", "--fix-duplicates"))
+        assert not any(flag in output for flag in ("--keys number", "--no-key-index"))
     tar(tmp_path / "in/t.tar", ("2.jpg", b"b"), ("3.jpg", b"c"))
     assert "--keys number" in energon("convert", tmp_path / "in", tmp_path / "out", "--no-progress").output
     output_of(
         *("convert", tmp_path / "in", tmp_path / "out", "--no-progress", "--keys", "number", "--split-ratio", "0,1,0")
     )
     assert sorted(loaded(tmp_path / "out").values()) == [b"1", b"2", b"b", b"c"]
+
+
+def test_the_remedy_for_equal_keys_keeps_all_samples(tmp_path: Path) -> None:
+    first = tar(tmp_path / "in/1.tar", ("a.jpg", b"1"), ("a.txt", b"i"), ("b.txt", b"2"), ("c.txt", b"3"))
+    second = tar(tmp_path / "in/2.tar", ("b.txt", b"4"), ("d.txt", b"5"), ("c.txt", b"6"), ("a.jpg", b"7"))
+    wanted = sorted([*unpacked(first).values(), *unpacked(second).values()])
+    message = refused("prepare", tmp_path / "in", *FLAGS)
+    assert "the sample key 'b' is in '1.tar' and again in '2.tar', and so with 2 more of its keys" in message
+    command = next(part for part in re.split("[:;] ", message) if part.startswith("energon convert")).split()
+    places = {"SOURCE": tmp_path / "in", "OUT": tmp_path / "out"}
+    named = [places.get(word, word) for word in command[1:]]
+    assert named == ["convert", tmp_path / "in", tmp_path / "out", "--keys", "number"]
+    output_of(*named, "--no-progress", "--split-ratio", "0,1,0")
+    assert sorted(loaded(tmp_path / "out").values()) == wanted
+    assert "energon convert SOURCE OUT --keys number" in refused("prepare", tmp_path / "in", "--fix-duplicates")
+    output_of("prepare", tmp_path / "in", *FLAGS, "--no-key-index")
 
 
 def test_equal_parts_are_one(tmp_path: Path) -> None:
