@@ -30,6 +30,24 @@ refuse_torchvision() { # PYTHON
     fi
 }
 
+# Installs with pip and says for how long: by pip's own words in a terminal, else by a line a minute.
+install() { # PYTHON WHAT ARGUMENT...
+    local python="$1" what="$2" start=$SECONDS quiet=(--quiet) ticking
+    shift 2
+    echo "installing $what"
+    if [ -t 1 ]; then
+        quiet=()
+    fi
+    while sleep 60 >/dev/null 2>&1; do echo "  still installing, $((SECONDS - start)) s"; done &
+    ticking=$!
+    if ! "$python" -m pip install "${quiet[@]}" --disable-pip-version-check "$@"; then
+        kill "$ticking"
+        return 1
+    fi
+    kill "$ticking"
+    echo "  installed in $((SECONDS - start)) s"
+}
+
 use_environment() { # EXTRAS
     local extras="$1" folder stamp installed
     folder="${ENERGON_VENV:-${VIRTUAL_ENV:-$PWD/.venv}}"
@@ -40,8 +58,9 @@ use_environment() { # EXTRAS
     installed="$PWD $(cat pyproject.toml setup.py constraints.txt energon_bridge/core/{*.h,*/*.c} | cksum)"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$installed" ] || ! python -I -c 'import energon_bridge' 2>/dev/null; then
         # torch first and by itself, so that whichever build suits the machine is chosen before anything depends on it
-        python -m pip install --quiet --disable-pip-version-check "torch==$TORCH_VERSION"
-        python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+        compgen -G "$folder/lib/python*/site-packages/torch-$TORCH_VERSION[.+-]*" >/dev/null ||
+            install python "torch $TORCH_VERSION (200 MB, with CUDA some GB)" -c constraints.txt "torch==$TORCH_VERSION"
+        install python "energon_bridge[$extras] and what it needs" -c constraints.txt -e ".[$extras]"
         echo "$installed" >"$stamp"
     fi
     refuse_torchvision python

@@ -246,10 +246,10 @@ def llms_page() -> str:
     """Return llms.txt, the pages of the menu for language models: each with its title and its first sentence."""
     menu = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"]
     lines = [f"# {energon_bridge.__name__}", "", f"> {first_sentence(DOCS / 'index.md')}"]
-    alone = [page for entry in menu for page in entry.values() if isinstance(page, str)]
-    for title, below in [("Pages", alone), *(pair for entry in menu for pair in entry.items())]:
-        if not isinstance(below, str):
-            lines += ["", f"## {title}", "", *map(line_of, files_of(below))]
+    alone = [entry for entry in menu if isinstance(entry, str)]
+    parts = [pair for entry in menu if isinstance(entry, dict) for pair in entry.items()]
+    for title, below in [("Pages", alone), *parts]:
+        lines += ["", f"## {title}", "", *map(line_of, files_of(below))]
     return "\n".join(lines) + "\n"
 
 

@@ -137,6 +137,16 @@ def test_the_menu_of_the_site_has_every_page_once():
     assert sorted(menu) == sorted([*(str(page.relative_to(DOCS)) for page in PAGES[1:]), "changelog.md"])
 
 
+def test_a_page_has_one_name_everywhere():
+    assert not re.search(r"^ *- .+: [\w/-]+\.md$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    where_next = (DOCS / "index.md").read_text().partition("## Where next")[2].partition("##")[0]
+    links = dict(re.findall(r"\[([^]]+)\]\(([^)]+\.md)\)", where_next))
+    assert {name: (DOCS / page).read_text().partition("\n")[0] for name, page in links.items()} == {
+        name: f"# {name}" for name in links
+    }
+    assert len(links) > 25
+
+
 def test_the_index_for_language_models_has_every_page_once():
     listed = re.findall(r"^- \[.+\]\(([^)]+)\)", (DOCS / "llms.txt").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted([*(str(page.relative_to(DOCS)) for page in PAGES[1:]), "../CHANGELOG.md"])
