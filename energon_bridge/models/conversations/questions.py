@@ -270,6 +270,24 @@ def said_by_annotators(value: Any) -> list[str] | None:
     return sorted(texts, key=lambda text: -counts[text])
 
 
+def answers_of_several(value: Any) -> list[str] | None:
+    """Return the answers to several questions, of each its first; None if they are none."""
+    if isinstance(value, Mapping):  # CoQA, QuAC
+        value = next((value[name] for name in ("input_text", "texts", "text") if name in value), None)
+    elif (texts := texts_of(value)) is not None:
+        return texts
+    found = [one if isinstance(one, str) else first_answer(one) for one in value] if isinstance(value, list) else [None]
+    texts = [one for one in found if one is not None]
+    return texts if len(texts) == len(found) else None
+
+
+def texts_of(value: Any) -> list[str] | None:
+    """Return a list of texts, also one that is written as JSON or by Python; None for anything else."""
+    if isinstance(value, str) and value.strip()[:1] == "[":
+        value = _parsed(value.strip())
+    return value if isinstance(value, list) and all(isinstance(one, str) for one in value) else None
+
+
 def only(value: Any) -> Any:
     """Return the one thing in a list; anything else as it is."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value

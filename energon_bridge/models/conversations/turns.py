@@ -2,7 +2,9 @@
 
     messages, conversations, conversation     turns: `role` and `content`, or `from` and `value`; `{human, assistant}`
                                               is two turns, and so is a list of two texts; or JSON text of such a list
-    texts                                     pairs of user and assistant: the_cauldron, FineVision, Docmatix
+    texts, dialog, qa_pairs                   pairs: the_cauldron, FineVision, Docmatix, VisDial
+    questions, answers                        lists of as many texts, also beside a story or a list of choices: OCR-VQA,
+                                              CoQA, QuAC, RACE
     instruction, input, output; query,        a question and its answer, with `system` and earlier pairs as `history`:
     response; and the other PAIRS             Alpaca, LLaMA-Factory, ms-swift
     function_call, tool_call                  turns with the JSON of calls: the assistant's `tool_calls`
@@ -29,11 +31,15 @@ from energon_bridge.core.errors import SampleError, SkipSample
 from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.models.conversations.places import Medium as Medium, respelled, spelled
 from energon_bridge.models.conversations.questions import (
+    CHOICES,
+    CONTEXTS,
     AnswersAs,
+    answers_of_several,
     choice_pair,
     composed,
     first_answer,
     not_said,
+    texts_of,
     unknown_texts,
 )
 from energon_bridge.models.conversations.segments import OPTIONS
@@ -46,7 +52,7 @@ PAIRS = (
     *(("instruction", "output"), ("instruction", "response"), ("query", "response"), ("question", "answer")),
     *(("question", "response"), ("prompt", "completion"), ("prompt", "response"), ("human", "assistant")),
     *(("user", "assistant"), ("human", "gpt"), ("input", "output")),
-    *(("query", "answer"), ("problem", "solution"), ("problem", "answer")),
+    *(("query", "answer"), ("problem", "solution"), ("problem", "answer"), ("q", "a")),
 )
 BESIDE_PAIRS = ("input", "history", "system", "tools")
 """What else belongs to a pair, and is no part of its question (`questions` has those)."""
@@ -59,7 +65,10 @@ KNOWN_BESIDE = frozenset(
 )
 """Names that never are texts of a question."""
 
-_PAIRS_OF = "texts"
+_PAIRS_OF = ("texts", "dialog", "dialogs", "dialogue", "qa_pairs", "qas", "qa")
+_ASKED_AND_SAID = ("questions", "answers")
+SEVERAL = (*_PAIRS_OF, *_ASKED_AND_SAID)
+"""Columns of several questions with their answers."""
 _CALLS = ("function_call", "tool_call")
 _RESULTS = ("observation", "tool_response", "function", "ipython")
 _KNOWN = ("system", "user", "assistant", "tool")
@@ -111,7 +120,7 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
     Raises:
         SampleError: It is one that is not understood, has preferences, or texts that belong to its questions, or may.
     """
-    entry = with_turns(entry)
+    entry = _with_pairs(with_turns(entry))
     name = _named(entry)
     pair = find_pair(entry)
     if name is None and pair is None and not has_preferences(entry):
@@ -157,9 +166,8 @@ def with_turns(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     name = _named(entry)
     if name is None:
-        if not has_pairs(entry):
-            return entry
-        return {CONVERSATIONS[-1] if key == _PAIRS_OF else key: value for key, value in entry.items()}
+        pairs = _pairs_of(entry)
+        return entry if pairs is None or pairs[0] != _PAIRS_OF[0] else _with_pairs(entry)
     if not isinstance(entry[name], str) or not entry[name].lstrip().startswith(("[", "{")):
         return entry
     lists = {key: json.loads(value) for key, value in entry.items() if key != name and _is_json_list(value)}
@@ -167,9 +175,60 @@ def with_turns(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def has_pairs(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry has a list of pairs in place of turns."""
-    pairs = entry.get(_PAIRS_OF)
-    return isinstance(pairs, list) and bool(pairs) and all(isinstance(one, Mapping) and _asked(one) for one in pairs)
+    """Return whether an entry has several pairs in place of turns: a list of them, or a list of questions."""
+    return _pairs_of(entry) is not None or _questions_of(entry) is not None
+
+
+def _with_pairs(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an entry with its pairs as its turns, and what is beside them in the first. Raises SampleError."""
+    listed = _pairs_of(entry)
+    asked = _questions_of(entry)
+    if _named(entry) is not None or (listed is None and asked is None):
+        return entry
+    taken = (listed[0],) if listed is not None else _ASKED_AND_SAID
+    pairs = list(listed[1]) if listed is not None else []
+    rest = _without(entry, *taken)
+    if listed is None and asked is not None:
+        said = answers_of_several(entry.get(_ASKED_AND_SAID[1], entry.get("answer")))
+        if said is None or len(said) != len(asked):
+            found = _short(entry.get(_ASKED_AND_SAID[1], entry.get("answer")))
+            raise SampleError(f"has {len(asked)} `{_ASKED_AND_SAID[0]}` and other answers than one for each: {found}")
+        pairs = [{"question": one, "answer": answer} for one, answer in zip(asked, said, strict=True)]
+        for name in [name for name in CHOICES if _is_list_for(rest.get(name), len(pairs))]:
+            pairs = [{**pair, name: choices} for pair, choices in zip(pairs, rest.pop(name), strict=True)]
+    contexts = {name: rest.pop(name) for name in list(rest) if name.lower() in CONTEXTS and name not in pairs[0]}
+    return {**rest, CONVERSATIONS[-1]: [{**contexts, **pairs[0]}, *pairs[1:]]}
+
+
+def _pairs_of(entry: Mapping[str, Any]) -> tuple[str, Sequence[Mapping[str, Any]]] | None:
+    """Return the column of an entry with a list of pairs, or lists of their texts by name, and the pairs."""
+    for name in _PAIRS_OF:
+        pairs = entry.get(name)
+        if isinstance(pairs, Mapping) and _asked(pairs) and len({*map(_length, pairs.values())}) == 1:
+            pairs = [dict(zip(pairs, one, strict=True)) for one in zip(*pairs.values(), strict=True)]
+        if isinstance(pairs, list) and pairs and all(isinstance(one, Mapping) and _asked(one) for one in pairs):
+            return (name, pairs) if name == _PAIRS_OF[0] or find_pair(entry) is None else None
+    return None
+
+
+def _questions_of(entry: Mapping[str, Any]) -> list[str] | None:
+    """Return the list of questions of an entry; None if it has none, or no answers."""
+    asked = entry.get(_ASKED_AND_SAID[0])
+    if (
+        asked is None
+        or not any(name in entry for name in (_ASKED_AND_SAID[1], "answer"))
+        or find_pair(entry) is not None
+    ):
+        return None
+    return texts_of(asked) or None
+
+
+def _is_list_for(value: Any, count: int) -> bool:
+    return isinstance(value, list) and len(value) == count and all(isinstance(one, list) for one in value)
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, list) else None
 
 
 def _asked(turn: Mapping[str, Any]) -> bool:
@@ -188,6 +247,8 @@ def _is_json_list(value: Any) -> bool:
 def find_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the names of an entry's question and answer, texts or turns, if it is a known pair."""
     pair = next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
+    if pair == ("q", "a") and "b" in entry:  # a choice
+        pair = None
     return choice_pair(entry) if pair is None else pair
 
 

@@ -106,7 +106,7 @@ def _is_origin(column: str, values: Iterable[tuple[bool, Any]], media: MediaRoot
 
 def media_columns(entry: Mapping[str, Any], columns: Sequence[str]) -> Iterable[str]:
     """Return the columns of an entry with media: those of the first rows, and those that a question calls so."""
-    if find_pair(entry) is None:
+    if find_pair(entry) is None and not has_pairs(entry):
         return columns
     return dict.fromkeys((*columns, *(name for name in _MEDIA_KEYS if entry.get(name) and holds_media(entry[name]))))
 

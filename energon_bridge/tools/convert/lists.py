@@ -24,6 +24,8 @@ from energon_bridge.core.errors import SampleError, SourceError
 from energon_bridge.core.format.documents import UTF16, utf16_remedy
 from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.models.conversations.questions import (
+    CHOICES,
+    CONTEXTS,
     AnswersAs,
     answers_as,
     columns_of,
@@ -38,7 +40,9 @@ from energon_bridge.models.conversations.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
     KNOWN_BESIDE,
+    SEVERAL,
     find_pair,
+    has_pairs,
     has_preferences,
     not_in_turns,
 )
@@ -576,10 +580,19 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
         if layout.is_crude:
             pair = find_pair(row.values)
             has_turns = any(name in row.values for name in CONVERSATIONS)
-            if pair is None and not has_turns:
+            if pair is None and not (has_turns or has_pairs(row.values)):
                 continue
-            taken = (*CONVERSATIONS, *KNOWN_BESIDE, *row.files, *(pair or ()), *(OPTIONS["video"] if row.files else ()))
-            if not has_turns:
+            taken = (
+                *CONVERSATIONS,
+                *SEVERAL,
+                *KNOWN_BESIDE,
+                *row.files,
+                *(pair or ()),
+                *(OPTIONS["video"] if row.files else ()),
+            )
+            if pair is None and not has_turns:
+                taken = (*taken, *CONTEXTS, *CHOICES)
+            elif not has_turns:
                 taken = (*taken, *(template_columns(layout.question) if layout.question else columns_of(row.values)))
         filled = (name for name, value in {**row.values, **row.files}.items() if value not in (None, "", []))
         names |= dict.fromkeys(name for name in filled if name not in taken and name not in used)
@@ -616,7 +629,7 @@ def _is_more(row: Row) -> bool:
     """Whether a row says more than a question, an answer and an image: what the types for these would leave out."""
     pair = find_pair(row.values)
     if pair is None or has_preferences(row.values):
-        return has_preferences(row.values)
+        return has_preferences(row.values) or has_pairs(row.values)
     beside = [name for name in BESIDE_PAIRS if name in row.values and name not in pair]
     with suppress(SampleError):
         beside += columns_of({name: value for name, value in row.values.items() if name not in pair})

@@ -346,6 +346,70 @@ def test_columns_that_a_template_leaves_out_stay_out(tmp_path: Path) -> None:
     assert learned(out) == [["Say: When?", "In 1999."]]
 
 
+BOOK = {"title": "A Calendar of the Family", "authorName": "Sandra Boynton", "genre": "Calendars"}
+SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "OCR-VQA": (
+        {"questions": ["Who wrote this?", "Which genre?"], "answers": ["Sandra Boynton", "Calendars"], **BOOK},
+        ["Who wrote this?", "Sandra Boynton", "Which genre?", "Calendars"],
+    ),
+    "OCR-VQA in a CSV": (
+        {"questions": "['Whose?', \"It's a book?\"]", "answers": "['Tom', 'Yes']", **BOOK},
+        ["Whose?", "Tom", "It's a book?", "Yes"],
+    ),
+    "VisDial": (
+        {"dialog": [{"question": "is he young", "answer": "no"}, {"question": "a cat", "answer": "yes"}]},
+        ["is he young", "no", "a cat", "yes"],
+    ),
+    "lists of pairs": ({"qa_pairs": {"question": ["a?", "b?"], "answer": ["c", "d"]}}, ["a?", "c", "b?", "d"]),
+    "q and a": ({"qas": [{"q": "a?", "a": "b"}]}, ["a?", "b"]),
+    "CoQA": (
+        {
+            **{"source": "wiki", "story": "It is old. It has books.", "questions": ["When?", "is it old?"]},
+            "answers": {"input_text": ["1475", "yes"], "answer_start": [1, 2], "answer_end": [3, 4]},
+        },
+        ["It is old. It has books.\nWhen?", "1475", "is it old?", "yes"],
+    ),
+    "QuAC": (
+        {
+            **{"context": "A long text.", "questions": ["Who?", "When?"]},
+            "answers": {"texts": [["I", "me"], ["now"]], "answer_starts": [[1, 2], [2]]},
+        },
+        ["A long text.\nWho?", "I", "When?", "now"],
+    ),
+    "RACE": (
+        {
+            **{"article": "Tom is five.", "questions": ["How old?", "Who?"], "answers": ["B", "A"]},
+            "options": [["four", "five"], ["Tom", "Tim"]],
+        },
+        [
+            *(llava_mmbench("How old?", ["four", "five"], "Tom is five."), "B"),
+            *(llava_mmbench("Who?", ["Tom", "Tim"]), "A"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("image", [True, False])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_questions_with_their_answers_are_turns_of_one_conversation(
+    tmp_path: Path, name: str, image: bool
+) -> None:
+    row, texts = SEVERAL[name]
+    source = listed(tmp_path, [{**row, **({"image": "a.png"} if image else {})}] * 2, "list.jsonl")
+    output = output_of("convert", source, tmp_path / "out", "--no-ask", "--no-progress", "--split-ratio", "1,0,0")
+    assert learned(tmp_path / "out") == [texts] * 2
+    assert image or learned(source) == [texts] * 2
+    unused = output.partition("not used: ")[2].partition("\n")[0]
+    assert unused == {"OCR-VQA": "title, authorName, genre", "CoQA": "source"}.get(name.partition(" in")[0], "")
+    assert sum(one.endswith("png") for one in members(tmp_path / "out")) == 2 * image
+
+
+def test_questions_without_an_answer_for_each_are_refused(tmp_path: Path) -> None:
+    for beside in ({"answer": "c"}, {"answers": ["c"]}, {"answers": None}, {"answers": ["c", 5]}):
+        source = listed(tmp_path, [{"image": "a.png", "questions": ["a?", "b?"], **BOOK, **beside}])
+        assert "has 2 `questions` and other answers than one for each" in refused(source, tmp_path / "out")
+
+
 def test_flags_of_questions_are_refused_where_there_are_none(tmp_path: Path) -> None:
     write_pictures(tmp_path / "photos", ["cat/a.png", "dog/b.png"])
     for flags in (("--ignore", "label"), ("--question", "{label}"), ("--answers-as", "index")):
