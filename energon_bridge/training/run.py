@@ -24,7 +24,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
@@ -51,7 +51,7 @@ from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.models.conversations.conversation import ChatSample, read_conversation
 from energon_bridge.models.conversations.cooker import COOKERS
 from energon_bridge.tools.report.callback import RunReport
-from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule, ReplicaLoading
+from energon_bridge.trainers.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.trainers.feedback import DoReMi, MixFeedback
 from energon_bridge.trainers.lightning import MixFeedbackCallback
 from energon_bridge.trainers.replica.costs import BatchCost, ColumnCost
@@ -70,7 +70,7 @@ from energon_bridge.training.callbacks import (
 )
 from energon_bridge.training.config import SIZES, DataConfig, RunConfig, learning_rate_factor
 from energon_bridge.training.config_file import load_config, write_config
-from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder, without_effect
+from energon_bridge.training.encoder import training_task_encoder, without_effect
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
@@ -246,27 +246,33 @@ def build_data_module(
     config: RunConfig, bundle: ModelBundle, pg_collection: Any | None = None
 ) -> EnergonMultiModalDataModule:
     """Return the data module of a run; without a collection of process groups, all ranks are data-parallel."""
-    settings = asdict(config.data)
-    for name in ENCODER_SETTINGS:
-        del settings[name]
-    for name in ("attention", "patches", "column_tokens", "column_patches", "warmup"):
-        del settings[f"balance_{name}"]
-    settings |= settings.pop("settings")
-    encoder = training_task_encoder(config.data, bundle)
+    data = config.data
+    encoder = training_task_encoder(data, bundle)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for warning in without_effect(config.data, encoder, lambda: _sample_types(config.data)):
+        for warning in without_effect(data, encoder, lambda: _sample_types(data)):
             logger.warning(warning)
     return EnergonMultiModalDataModule(
+        path=data.path,
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
+        seq_length=data.seq_length,
+        micro_batch_size=data.micro_batch_size,
+        global_batch_size=data.global_batch_size,
+        num_workers=data.num_workers,
         task_encoder=encoder,
-        seed=config.seed,
+        packing_buffer_size=data.packing_buffer_size,
         pg_collection=pg_collection,
-        replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
-        balance_cost=None if config.data.balance == "none" else _balance_cost(config.data, bundle),
-        validate_each_dataset=config.validation.each_dataset,
         masked_microbatches="allow",  # both trainers weigh by the mask
-        **settings | {"error_policy": _error_policy(config.data)},
+        replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
+        balance=cast(BalanceMode, data.balance),
+        balance_cost=None if data.balance == "none" else _balance_cost(data, bundle),
+        balance_window=data.balance_window,
+        validate_each_dataset=config.validation.each_dataset,
+        max_tokens_per_microbatch=data.max_tokens_per_microbatch,
+        trust_remote_code=data.trust_remote_code,
+        error_policy=_error_policy(data),
+        seed=config.seed,
+        **data.settings,
     )
 
 
