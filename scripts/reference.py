@@ -22,6 +22,7 @@ import click
 import yaml
 
 import energon_bridge
+from energon_bridge import EnergonMultiModalDataModule
 from energon_bridge.tools.cli.main import main as energon
 from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import data_settings
@@ -179,7 +180,8 @@ def section(config: Any, prefix: str) -> list[str]:
         if field.default is not dataclasses.MISSING:
             lines.append(f"|`{prefix}{field.name}`|`{as_yaml(field.default)}`|{described[field.name]}|")
     if config is DataConfig:
-        settings = ", ".join(f"`{name}: {as_yaml(setting.default)}`" for name, setting in data_settings().items())
+        defaults = inspect.signature(EnergonMultiModalDataModule).parameters
+        settings = ", ".join(f"`{name}: {as_yaml(defaults[name].default)}`" for name in data_settings())
         lines += ["", f"Also settings of the [API](api/datasets.md), as `data.NAME`: {settings}."]
     return lines
 

@@ -1,16 +1,14 @@
 """The builders: from a path to a dataset for training or validation, and from a dataset to a loader.
 
 The names and parameters are those that users of Megatron Energon know. `get_train_dataset` and `get_val_dataset` make a
-`RunSettings` of their arguments. They list them, rather than take `**settings`: type checkers, editors, `help` and the
-reference pages read them there, and a test compares the lists with the record. Whoever passes settings on by name (the
-data module, Megatron-Bridge's configuration, the files of the training script) reads the names from these signatures.
+`RunSettings` of their arguments, name by name: type checkers, editors, `help` and the reference pages read them there,
+`git grep` of a name shows its way, and a test compares the lists with the record.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -145,13 +143,27 @@ def get_train_dataset(
             shuffle_buffer_size,
             max_samples_per_sequence,
         )
-    settings = _settings(
-        locals(),
+    settings = RunSettings(
         kind="train" if repeat else "passes",
+        split_part=split_part,
+        dataset_config=dataset_config,
+        split_config=split_config,
+        trust_remote_code=trust_remote_code,
+        filter=filter,
+        checksums=checksums,
+        shuffle_over_epochs_multiplier=shuffle_over_epochs_multiplier,
         shuffle_buffer_size=0 if shuffle_buffer_size is None else shuffle_buffer_size,
+        max_samples_per_sequence=max_samples_per_sequence,
         parallel_shard_iters=DEFAULT_PARALLEL_SHARD_ITERS if parallel_shard_iters is None else parallel_shard_iters,
         virtual_epoch_length=virtual_epoch_length or None,
         group_by=(group_by,) if isinstance(group_by, str) else tuple(group_by or ()),
+        bucket_batch_size=bucket_batch_size,
+        task_encoder=_encoder(task_encoder, image_decode),
+        batch_size=batch_size,
+        batch_drop_last=batch_drop_last,
+        packing_buffer_size=packing_buffer_size,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        error_policy=_policy(error_policy, handler),
     )
     return _open(path, settings, worker_config)
 
@@ -194,7 +206,24 @@ def get_val_dataset(
     marked in `batch.__valid__`.
     """
     _refuse_unknown(get_val_dataset, kwargs)
-    return _open(path, _settings(locals(), kind="finite", shuffle_over_epochs_multiplier=None), worker_config)
+    settings = RunSettings(
+        kind="finite",
+        split_part=split_part,
+        dataset_config=dataset_config,
+        split_config=split_config,
+        trust_remote_code=trust_remote_code,
+        filter=filter,
+        checksums=checksums,
+        shuffle_over_epochs_multiplier=None,
+        limit=limit,
+        task_encoder=_encoder(task_encoder, image_decode),
+        batch_size=batch_size,
+        batch_drop_last=batch_drop_last,
+        packing_buffer_size=packing_buffer_size,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        error_policy=_policy(error_policy, handler),
+    )
+    return _open(path, settings, worker_config)
 
 
 def get_val_datasets(path: MixSource, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
@@ -208,7 +237,11 @@ def get_val_datasets(path: MixSource, **kwargs: Any) -> list[tuple[DatasetSpec, 
 
     Arguments are those of `get_val_dataset`.
     """
-    whole = get_val_dataset(path, **kwargs)
+    return apart(get_val_dataset(path, **kwargs))
+
+
+def apart(whole: DatasetSpec) -> list[tuple[DatasetSpec, OpenLeaf]]:
+    """Return the leaves of a dataset for validation, each as a dataset of its own."""
     parts = zip(whole.leaves, whole.mix.leaves, strict=True)
     return [
         (dataclasses.replace(whole, leaves=(leaf,), mix=dataclasses.replace(whole.mix, leaves=(described,))), leaf)
@@ -302,7 +335,7 @@ def get_loader(
         prefetch_factor: Overrides that of the worker configuration.
         **kwargs: What else `get_savable_loader` takes.
     """
-    known = inspect.signature(get_savable_loader).parameters.keys() | _IGNORED_LOADER_ARGUMENTS
+    known = {*arguments_of(get_savable_loader), *_IGNORED_LOADER_ARGUMENTS}
     _refuse_unknown(get_savable_loader, dict.fromkeys(kwargs.keys() - known), name="get_loader")
     return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **kwargs)
 
@@ -346,14 +379,6 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
     return DatasetSpec(leaves=leaves, buckets=buckets, mix=mix, settings=settings, worker_config=config)
 
 
-def _settings(arguments: Mapping[str, Any], **resolved: Any) -> RunSettings:
-    """Return the settings among the arguments of `get_train_dataset` or `get_val_dataset`, some of them resolved."""
-    named = {name: arguments[name] for name in RunSettings.__dataclass_fields__.keys() & arguments.keys()}
-    named["task_encoder"] = _encoder(arguments["task_encoder"], arguments["image_decode"])
-    named["error_policy"] = _policy(arguments["error_policy"], arguments["handler"])
-    return RunSettings(**named | resolved)
-
-
 def _encoder(task_encoder: Any, image_decode: str | None) -> Any:
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
     check_encoder(encoder)
@@ -388,14 +413,19 @@ DATALOADER_WORDS = {
 """What stands here for arguments of torch's DataLoader."""
 
 
+def arguments_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names that a function takes by keyword, in order: for the words of errors."""
+    return [name for name in function.__annotations__ if name not in ("return", "kwargs")]
+
+
 def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any], *, name: str = "") -> None:
     for wrong in kwargs:
-        known = [p for p in inspect.signature(function).parameters if p not in ("kwargs", "path", "dataset")]
+        known = [one for one in arguments_of(function) if one not in ("path", "dataset")]
         hint = did_you_mean(wrong, known) or f" It takes {', '.join(known)}."
         if wrong in WorkerConfig.__dataclass_fields__:
             hint = f" It is one of WorkerConfig: worker_config=WorkerConfig({wrong}=…)."
         elif wrong in DATALOADER_WORDS:
             hint = f" {DATALOADER_WORDS[wrong]}"
-        elif wrong in inspect.signature(get_train_dataset).parameters:
+        elif wrong in arguments_of(get_train_dataset):
             hint = f" It is one of get_train_dataset: get_train_dataset(…, {wrong}=…)."
         raise UnknownArgumentError(f"{name or function.__name__} takes no argument {wrong!r}.{hint}")

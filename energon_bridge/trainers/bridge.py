@@ -12,7 +12,6 @@ ranks (`read_rank_files` of `megatron_lm.py`).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -267,19 +266,31 @@ class EnergonDatasetBuilder:
                     ),
                 )
             )
-        given = {entry.name: getattr(config, entry.name) for entry in fields(config)}
-        known = inspect.signature(EnergonMultiModalDataModule).parameters.keys() - _WITHOUT_EFFECT
-        settings = {name: value for name, value in given.items() if name in known} | {
-            "task_encoder": encoder,
-            "global_batch_size": config.global_batch_size or 1,
-            "trust_remote_code": bool(config.trust_remote_code),
-            "pg_collection": context.pg_collection,
-        }
         cost: Any = config.balance_cost
-        if isinstance(cost, Mapping):
-            settings["balance_cost"] = BatchCost(**cost)
-        # What the dataset itself may run was said for the dataset.
-        return EnergonMultiModalDataModule(tokenizer=context.tokenizer, **(settings | config.dataset_kwargs))
+        return EnergonMultiModalDataModule(
+            path=str(config.path),
+            tokenizer=context.tokenizer,
+            seq_length=config.seq_length,
+            micro_batch_size=config.micro_batch_size,
+            global_batch_size=config.global_batch_size,
+            num_workers=config.num_workers,
+            num_val_workers=config.num_val_workers,
+            pin_memory=config.pin_memory,
+            shuffle_buffer_size=config.shuffle_buffer_size,
+            max_samples_per_sequence=config.max_samples_per_sequence,
+            task_encoder=encoder,
+            packing_buffer_size=config.packing_buffer_size,
+            pg_collection=context.pg_collection,
+            replica_loading=config.replica_loading,
+            balance=config.balance,
+            balance_cost=BatchCost(**cost) if isinstance(cost, Mapping) else cost,
+            stage_keys=config.stage_keys,
+            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+            seed=config.seed,
+            num_lanes=config.num_lanes,
+            # What the dataset itself may run was said for the dataset.
+            **{"trust_remote_code": bool(config.trust_remote_code)} | config.dataset_kwargs,
+        )
 
     def build(self, context: DatasetBuildContext) -> tuple[EnergonDataloader | None, EnergonDataloader | None, None]:
         """Return iterators over the training and validation data (None if not wanted), and None for test data."""

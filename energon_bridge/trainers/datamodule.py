@@ -10,20 +10,21 @@ and loading both has the same effect as loading one.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from functools import partial, wraps
+from typing import Any, Literal, ParamSpec, get_args
 
 from energon_bridge.core.dataloader import EnergonDataloader, MaskedMicrobatches, open_loader
 from energon_bridge.core.datasets import (
     DATALOADER_WORDS,
+    apart,
+    arguments_of,
     get_savable_loader,
     get_train_dataset,
     get_val_dataset,
-    get_val_datasets,
 )
 from energon_bridge.core.encoder.checks import check_encoder
 from energon_bridge.core.errors import (
@@ -33,11 +34,15 @@ from energon_bridge.core.errors import (
     check_number,
     did_you_mean,
 )
+from energon_bridge.core.format.checksums import Checksums
 from energon_bridge.core.loader.metrics import dataset_names
+from energon_bridge.core.loader.position import OnMismatch
 from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.samples.base import to_device
 from energon_bridge.core.samples.showing import counted, described
+from energon_bridge.core.stores import CachePool
+from energon_bridge.core.stream.policy import ErrorPolicy, Handler
 from energon_bridge.core.stream.settings import check_numbers
 from energon_bridge.core.worker_config import WorkerConfig, trainer_groups
 from energon_bridge.models.conversations.layout import MultiModalSampleConfig
@@ -76,9 +81,18 @@ BalanceMode = Literal["none", "global_batch"]
 """The span within which the data-parallel ranks exchange microbatches."""
 
 _Base: Any = _lightning_base()
+_Arguments = ParamSpec("_Arguments")
 
-_TRAINING_ONLY = frozenset({"batch_drop_last"})
-"""Training settings that would change the validation data."""
+
+def _names_checked(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Return a constructor whose error for an unknown name says the nearest one."""
+
+    @wraps(init)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        check_names(kwargs)
+        init(*args, **kwargs)
+
+    return checked
 
 
 class EnergonMultiModalDataModule(_Base):
@@ -121,10 +135,10 @@ class EnergonMultiModalDataModule(_Base):
         balance_cost: A function of a batch, default `BatchCost()`, its tokens; or a `ColumnCost`: see `make_balance`.
         balance_window: Global batches that are cut again together, by cost (`make_balance`); 1: none is.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
-        **settings: By name, those of `WorkerConfig` (`seed`, `num_lanes`, `prefetch_factor`, `decode_threads`,
-            `start_method` and others), of `get_savable_loader` (`on_mismatch`, for training; `cache_pool`,
-            `watchdog_timeout_seconds` and others) and of `get_train_dataset` (`max_tokens_per_microbatch`, `filter`,
-            `error_policy`, `trust_remote_code` and others). `help(EnergonMultiModalDataModule)` lists them.
+
+    The others are those of `get_train_dataset` (from `batch_drop_last` on; those that `get_val_dataset` has are for
+    validation too, except for `batch_drop_last`), of `WorkerConfig` (from `seed` on) and of `get_savable_loader` (from
+    `on_mismatch` on, which is for training).
 
     Attributes:
         init_global_step: Optimizer steps before the restored state; 0 in a new run.
@@ -136,6 +150,7 @@ class EnergonMultiModalDataModule(_Base):
         ConfigurationError: Values that contradict each other.
     """
 
+    @_names_checked
     def __init__(
         self,
         path: str,
@@ -163,13 +178,111 @@ class EnergonMultiModalDataModule(_Base):
         balance_window: int = 1,
         stage_keys: StageKeys | None = None,
         validate_each_dataset: bool = False,
-        **settings: Any,
+        # Of `get_train_dataset` and `get_val_dataset`.
+        batch_drop_last: bool = False,
+        max_tokens_per_microbatch: int | None = None,
+        group_by: str | Sequence[str] | None = None,
+        bucket_batch_size: str | Mapping[str, int] | None = None,
+        parallel_shard_iters: int | None = None,
+        shuffle_over_epochs_multiplier: int | None = 1,
+        repeat: bool = True,
+        virtual_epoch_length: int | None = None,
+        image_decode: str | None = None,
+        dataset_config: str = "dataset.yaml",
+        split_config: str = "split.yaml",
+        trust_remote_code: bool = False,
+        filter: str | None = None,  # noqa: A002 - the word of mixes, too
+        checksums: Checksums = "sampled",
+        error_policy: ErrorPolicy | None = None,
+        handler: Handler | None = None,
+        # Of `WorkerConfig`.
+        seed: int = 0,
+        seed_offset: int = 0,
+        prefetch_factor: int = 2,
+        persistent_workers: bool = True,
+        num_lanes: int | None = None,
+        decode_threads: int | None = None,
+        device: Any = None,
+        buffer_bytes: int = 1 << 30,
+        max_worker_restarts: int = 100,
+        start_method: Literal["fork", "forkserver", "spawn"] = "fork",
+        worker_engine: str | None = None,
+        ray_options: dict[str, Any] | None = None,
+        # Of `get_savable_loader`.
+        on_mismatch: OnMismatch = "refuse",
+        cache_pool: CachePool | None = None,
+        watchdog_timeout_seconds: float | None = 60,
+        watchdog_initial_timeout_seconds: float | None = None,
+        fail_on_timeout: bool = False,
+        on_hang: Literal["wait", "replace"] = "wait",
     ) -> None:
         super().__init__()
-        self.dataset_kwargs, self.worker_kwargs, self.loader_kwargs = _by_receiver(settings)
+        self._train_dataset = partial(
+            get_train_dataset,
+            batch_drop_last=batch_drop_last,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            group_by=group_by,
+            bucket_batch_size=bucket_batch_size,
+            parallel_shard_iters=parallel_shard_iters,
+            shuffle_over_epochs_multiplier=shuffle_over_epochs_multiplier,
+            repeat=repeat,
+            virtual_epoch_length=virtual_epoch_length,
+            image_decode=image_decode,
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust_remote_code,
+            filter=filter,
+            checksums=checksums,
+            error_policy=error_policy,
+            handler=handler,
+        )
+        self._val_dataset = partial(  # without batch_drop_last: each sample is evaluated
+            get_val_dataset,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            image_decode=image_decode,
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust_remote_code,
+            filter=filter,
+            checksums=checksums,
+            error_policy=error_policy,
+            handler=handler,
+        )
+        self._worker_config = partial(
+            WorkerConfig,
+            seed=seed,
+            seed_offset=seed_offset,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            num_lanes=num_lanes,
+            decode_threads=decode_threads,
+            device=device,
+            buffer_bytes=buffer_bytes,
+            max_worker_restarts=max_worker_restarts,
+            start_method=start_method,
+            worker_engine=worker_engine,
+            ray_options=ray_options,
+        )
+        self._open_loader = partial(
+            get_savable_loader,
+            cache_pool=cache_pool,
+            watchdog_timeout_seconds=watchdog_timeout_seconds,
+            watchdog_initial_timeout_seconds=watchdog_initial_timeout_seconds,
+            fail_on_timeout=fail_on_timeout,
+            on_hang=on_hang,
+        )
+        self._on_mismatch = on_mismatch
         _check_image_processor(image_processor)
-        numbers = {"shuffle_buffer_size": shuffle_buffer_size, "max_samples_per_sequence": max_samples_per_sequence}
-        check_numbers(self.dataset_kwargs | numbers | {"packing_buffer_size": packing_buffer_size})
+        check_numbers(
+            {
+                "packing_buffer_size": packing_buffer_size,
+                "max_tokens_per_microbatch": max_tokens_per_microbatch,
+                "shuffle_buffer_size": shuffle_buffer_size,
+                "max_samples_per_sequence": max_samples_per_sequence,
+                "parallel_shard_iters": parallel_shard_iters,
+                "virtual_epoch_length": virtual_epoch_length or None,
+            }
+        )
         check_choice("replica_loading", replica_loading, get_args(ReplicaLoading))
         check_choice("balance", balance, get_args(BalanceMode))
         if balance_cost is not None and not callable(balance_cost):
@@ -189,6 +302,7 @@ class EnergonMultiModalDataModule(_Base):
         self.shuffle_buffer_size = shuffle_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.packing_buffer_size = packing_buffer_size
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.multimodal_sample_config = multimodal_sample_config
         self.pg_collection = pg_collection
         self.masked_microbatches = masked_microbatches
@@ -236,12 +350,11 @@ class EnergonMultiModalDataModule(_Base):
         """Return the worker configuration of this process; rank and size are those of the pure data-parallel group."""
         known = trainer_groups() if self.pg_collection is None else [groups]
         found = [self._mesh_group(), *(each.data_parallel_group(self.pg_collection) for each in known)]
-        config = WorkerConfig(
+        config = self._worker_config(
             num_workers=num_workers,
             data_parallel_group=next((group for group in found if group is not None), None),
             microbatches_per_global_batch=self._microbatches_per_global_batch(),
             pin_memory=None if self.pin_memory else False,
-            **self.worker_kwargs,
         )
         if self.pg_collection is not None:
             check_data_parallel(config, self.pg_collection)
@@ -262,7 +375,7 @@ class EnergonMultiModalDataModule(_Base):
             ConfigurationError: There is no such split.
         """
         if split == "train":
-            return get_train_dataset(
+            return self._train_dataset(
                 self.path,
                 split_part="train",
                 worker_config=worker_config,
@@ -271,23 +384,23 @@ class EnergonMultiModalDataModule(_Base):
                 shuffle_buffer_size=self.shuffle_buffer_size,
                 max_samples_per_sequence=self.max_samples_per_sequence,
                 task_encoder=self.task_encoder,
-                **self.dataset_kwargs,
             )
         if split == "val":
-            return get_val_dataset(self.path, **self._val_arguments(worker_config))
+            return self._evaluated("val", worker_config)
         raise ConfigurationError(
             f"datasets_provider: Invalid value for split: expected 'train' or 'val', got {split!r}"
         )
 
-    def _val_arguments(self, worker_config: WorkerConfig) -> dict[str, Any]:
-        accepted = set(inspect.signature(get_val_dataset).parameters) - _TRAINING_ONLY
-        return {
-            "split_part": "val",
-            "worker_config": worker_config,
-            "batch_size": self.micro_batch_size,
-            "packing_buffer_size": self.packing_buffer_size,
-            "task_encoder": self.validation_task_encoder,
-        } | {name: value for name, value in self.dataset_kwargs.items() if name in accepted}
+    def _evaluated(self, split: Literal["val", "test"], worker_config: WorkerConfig) -> DatasetSpec:
+        """Return the dataset of an evaluation split."""
+        return self._val_dataset(
+            self.path,
+            split_part=split,
+            worker_config=worker_config,
+            batch_size=self.micro_batch_size,
+            packing_buffer_size=self.packing_buffer_size,
+            task_encoder=self.validation_task_encoder,
+        )
 
     def build(self) -> tuple[EnergonDataloader, Any]:
         """Return the training iterator, and what `val_dataloader` returns."""
@@ -342,8 +455,8 @@ class EnergonMultiModalDataModule(_Base):
         specs: list[DatasetSpec] = []
 
         def opened() -> list[str]:
-            arguments = self._val_arguments(self._build_worker_config(self.num_val_workers, "val"))
-            specs.extend(spec for spec, _ in get_val_datasets(self.path, **arguments))
+            whole = self._evaluated("val", self._build_worker_config(self.num_val_workers, "val"))
+            specs.extend(spec for spec, _ in apart(whole))
             datasets = [spec.leaves[0].dataset for spec in specs]
             return dataset_names([one.path for one in datasets], [one.split_part for one in datasets])
 
@@ -352,9 +465,7 @@ class EnergonMultiModalDataModule(_Base):
         else:
             self.validation_names = Exchange(self.replica).answer(opened)
         return [
-            EnergonDataloader(
-                open_loader(lambda n=n: get_savable_loader(specs[n], **self._loader_options("val")), self.replica)
-            )
+            EnergonDataloader(open_loader(lambda n=n: self._open_loader(specs[n]), self.replica))
             for n in range(len(self.validation_names))
         ]
 
@@ -510,14 +621,10 @@ class EnergonMultiModalDataModule(_Base):
         """Open the loader of a split."""
         worker_config = self._build_worker_config(num_workers, split)
         if split == "test":
-            dataset = get_val_dataset(self.path, **self._val_arguments(worker_config) | {"split_part": "test"})
-        else:
-            dataset = self.datasets_provider(worker_config, split)
-        return get_savable_loader(dataset, worker_config=worker_config, **self._loader_options(split))
-
-    def _loader_options(self, split: str) -> dict[str, Any]:
-        """Return the settings of the loader of a split; a state is only ever of training data."""
-        return {name: value for name, value in self.loader_kwargs.items() if split == "train" or name != "on_mismatch"}
+            return self._open_loader(self._evaluated("test", worker_config), worker_config=worker_config)
+        dataset = self.datasets_provider(worker_config, split)
+        on_mismatch = self._on_mismatch if split == "train" else "refuse"  # a state is only ever of training data
+        return self._open_loader(dataset, worker_config=worker_config, on_mismatch=on_mismatch)
 
     def _finite(self, split: Literal["val", "test"]) -> EnergonDataloader:
         """Return an iterator over an evaluation split."""
@@ -550,46 +657,10 @@ _NEEDED = {"seq_length": 1, "micro_batch_size": 1, "num_workers": 0, "balance_wi
 _NUMBERS = {**_NEEDED, "global_batch_size": 1, "num_val_workers": 0, "decoder_seq_length": 1}
 """The least of the numbers that the module keeps; the needed ones cannot be None."""
 
-# What the module passes on, and what it sets there itself or does not offer.
-_RECEIVERS: tuple[tuple[Callable[..., Any], str], ...] = (
-    (get_train_dataset, "split_part worker_config batch_size task_encoder"),
-    (WorkerConfig, "rank world_size num_workers data_parallel_group pin_memory microbatches_per_global_batch"),
-    (get_savable_loader, "worker_config prefetch_factor start_at"),
-)
-
-
-def _passed_on() -> list[dict[str, inspect.Parameter]]:
-    """Return the settings of each receiver by name."""
-    own = inspect.signature(EnergonMultiModalDataModule.__init__).parameters
-    return [
-        {
-            name: parameter
-            for name, parameter in inspect.signature(receiver, eval_str=True).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in {*set_here.split(), *own}
-        }
-        for receiver, set_here in _RECEIVERS
-    ]
-
-
-def _shown_signature() -> inspect.Signature:
-    """Return the signature with every setting in it, for `help` and for command lines that are made of signatures."""
-    own = list(inspect.signature(EnergonMultiModalDataModule.__init__, eval_str=True).parameters.values())
-    return inspect.Signature([*own[:-1], *(one for part in _PASSED_ON for one in part.values())])
-
-
-_PASSED_ON = _passed_on()
-EnergonMultiModalDataModule.__init__.__signature__ = _shown_signature()  # type: ignore[attr-defined]
-
-
-def _by_receiver(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of each receiver, checked by name."""
-    check_names(settings)
-    return [{name: value for name, value in settings.items() if name in part} for part in _PASSED_ON]
-
 
 def check_names(names: Iterable[str]) -> None:
     """Raise UnknownArgumentError for the first name that is no setting of the data module."""
-    known = sorted(inspect.signature(EnergonMultiModalDataModule).parameters)
+    known = sorted(arguments_of(EnergonMultiModalDataModule.__init__))
     for name in names:
         if name not in known:
             hint = did_you_mean("micro_batch_size" if name == "batch_size" else name, known)

@@ -456,7 +456,7 @@ def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
 def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
     """Refuse encoders with which a step number does not determine the samples before it."""
     packs = data.packing_buffer_size is not None
-    by_length = data.dataset_kwargs.get("max_tokens_per_microbatch") is not None
+    by_length = data.max_tokens_per_microbatch is not None
     if packs or by_length or is_overridden(data.task_encoder, Hook.GROUP):
         does = (
             "max_tokens_per_microbatch selects" if by_length else f"the task encoder {'packs' if packs else 'groups'}"

@@ -6,7 +6,6 @@ learning rate must not become one. The error for an unknown key names the neares
 
 from __future__ import annotations
 
-import inspect
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -128,13 +127,16 @@ class _Text(str):
     __slots__ = ()
 
 
-def data_settings() -> dict[str, inspect.Parameter]:
-    """Return the settings of the data module that a file may have besides the fields of `DataConfig`: plain values."""
+def data_settings() -> dict[str, Any]:
+    """Return the types of the settings that a file may have besides the fields of `DataConfig`.
+
+    They are those of the data module that are plain values; it gets them by name, as they are.
+    """
     from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule  # takes seconds to import
 
-    parameters = inspect.signature(EnergonMultiModalDataModule).parameters
-    own = {*_fields(DataConfig), *_SET_BY_TRAINING}
-    return {name: p for name, p in parameters.items() if name not in own and _is_plain(p.annotation)}
+    hints = typing.get_type_hints(EnergonMultiModalDataModule.__init__)
+    elsewhere = {"return", *_fields(DataConfig), *_SET_BY_TRAINING}
+    return {name: hint for name, hint in hints.items() if name not in elsewhere and _is_plain(hint)}
 
 
 def _is_plain(hint: Any) -> bool:
@@ -161,7 +163,7 @@ def _build(
         at = _place(name, value, where)
         try:
             if key in passed:
-                settings[key] = _convert(value, passed[key].annotation, name=name, where=at)
+                settings[key] = _convert(value, passed[key], name=name, where=at)
             elif key not in known:
                 raise UnknownArgumentError(f"{at}: there is no configuration key {name!r}.{key_hint(name)}")
             elif not is_dataclass(types[key]):

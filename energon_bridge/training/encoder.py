@@ -40,22 +40,14 @@ CHAT_TEMPLATES: Mapping[str, str] = MappingProxyType(
     {"llava": LLAVA_TEMPLATE, "chatml": CHATML_TEMPLATE, "qwen-vl": QWEN_VL_TEMPLATE}
 )
 
-ENCODER_SETTINGS = (
-    "shuffle_images",
-    "packing_max_samples",
-    "packing_max_images",
-    "chat_template",
-    "autorotate",
-    "today",
+_CHAT_ONLY = (
     "system",
     "min_pixels",
     "max_pixels",
     "max_num_images",
     *("max_num_frames", "max_video_tokens", "video_sound", "max_sound_seconds"),
 )
-"""Fields of `DataConfig` that are for the encoder, not for the data module."""
-
-_CHAT_ONLY = ENCODER_SETTINGS[ENCODER_SETTINGS.index("system") :]
+"""Fields of `DataConfig` that only encoders of conversations have."""
 _MOST_FRAMES = 768
 _OF_MEDIA: Mapping[str, Medium] = {"max_num_frames": "video", "max_video_tokens": "video", "max_sound_seconds": "audio"}
 _WITH_TURNS = (MultiChoiceVQASample, VQAOCRSample, VQASample)

@@ -23,7 +23,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.stream.policy import ErrorPolicy
 from energon_bridge.tools.report.callback import RunReport
-from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule, ReplicaLoading
+from energon_bridge.trainers.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.trainers.feedback import DoReMi, MixFeedback
 from energon_bridge.trainers.lightning import MixFeedbackCallback
 from energon_bridge.trainers.replica.costs import BatchCost, ColumnCost
@@ -60,7 +60,7 @@ from energon_bridge.training.callbacks import (
     say_fresh_start,
 )
 from energon_bridge.training.config import DataConfig, RunConfig
-from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder, without_effect
+from energon_bridge.training.encoder import training_task_encoder, without_effect
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model
@@ -226,27 +226,33 @@ def build_data_module(
     config: RunConfig, bundle: ModelBundle, pg_collection: Any | None = None
 ) -> EnergonMultiModalDataModule:
     """Return the data module of a run; without a collection of process groups, all ranks are data-parallel."""
-    settings = asdict(config.data)
-    for name in ENCODER_SETTINGS:
-        del settings[name]
-    for name in ("attention", "patches", "column_tokens", "column_patches", "warmup"):
-        del settings[f"balance_{name}"]
-    settings |= settings.pop("settings")
-    encoder = training_task_encoder(config.data, bundle)
+    data = config.data
+    encoder = training_task_encoder(data, bundle)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for warning in without_effect(config.data, encoder, lambda: _sample_types(config.data)):
+        for warning in without_effect(data, encoder, lambda: _sample_types(data)):
             logger.warning(warning)
     return EnergonMultiModalDataModule(
+        path=data.path,
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
+        seq_length=data.seq_length,
+        micro_batch_size=data.micro_batch_size,
+        global_batch_size=data.global_batch_size,
+        num_workers=data.num_workers,
         task_encoder=encoder,
-        seed=config.seed,
+        packing_buffer_size=data.packing_buffer_size,
         pg_collection=pg_collection,
-        replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
-        balance_cost=None if config.data.balance == "none" else _balance_cost(config.data, bundle),
-        validate_each_dataset=config.validation.each_dataset,
         masked_microbatches="allow",  # both trainers weigh by the mask
-        **settings | {"error_policy": _error_policy(config.data)},
+        replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
+        balance=cast(BalanceMode, data.balance),
+        balance_cost=None if data.balance == "none" else _balance_cost(data, bundle),
+        balance_window=data.balance_window,
+        validate_each_dataset=config.validation.each_dataset,
+        max_tokens_per_microbatch=data.max_tokens_per_microbatch,
+        trust_remote_code=data.trust_remote_code,
+        error_policy=_error_policy(data),
+        seed=config.seed,
+        **data.settings,
     )
 
 

@@ -230,6 +230,11 @@ def test_sizes_that_cannot_be_are_refused(dataset: Path, name: str, value: Any, 
         module(dataset, **{name: value})
 
 
+def test_a_virtual_epoch_of_no_steps_is_an_endless_stream(dataset: Path) -> None:
+    train = module(dataset, virtual_epoch_length=0).train_dataloader()
+    assert len(keys(islice(train, 50))) == 50
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 

@@ -213,7 +213,7 @@ def test_balance_and_budgets_of_tokens_are_declared(dataset: Path) -> None:
     )
     data = EnergonDatasetBuilder(declared).data_module(DatasetBuildContext(1, 0, 0))
     assert (data.balance, data.balance_cost) == ("global_batch", BatchCost(**weights))
-    assert data.dataset_kwargs["max_tokens_per_microbatch"] == 512
+    assert data.max_tokens_per_microbatch == 512
 
 
 def test_a_folder_without_processors_is_named(dataset: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings are declared once: builders, the data module, configurations and plans follow from that."""
+"""Settings: builders, the data module and configurations take the same, with the same defaults, and pass them on."""
 
 from __future__ import annotations
 
@@ -42,11 +42,17 @@ def test_builders_take_the_fields_of_the_record() -> None:
 
 
 def test_the_data_module_takes_what_the_builders_take() -> None:
-    own = inspect.signature(EnergonMultiModalDataModule).parameters
+    own = keywords(EnergonMultiModalDataModule)
+    by_position = {"num_workers", "pin_memory", "shuffle_buffer_size", "max_samples_per_sequence"}
+    by_position |= {"packing_buffer_size", "task_encoder"}
     not_offered = {"split_part", "batch_size", "worker_config", "rank", "world_size", "start_at"}
     not_offered |= {"data_parallel_group", "microbatches_per_global_batch"}
     for takes in (get_train_dataset, get_savable_loader, WorkerConfig):
-        assert keywords(takes).keys() - own.keys() <= not_offered
+        theirs = keywords(takes)
+        if takes is get_savable_loader:
+            del theirs["prefetch_factor"]  # it overrides that of a WorkerConfig
+        assert theirs.keys() - own.keys() <= not_offered | by_position
+        assert {name: theirs[name] for name in theirs.keys() & own.keys()}.items() <= own.items()
 
 
 def test_settings_arrive_where_they_belong(tmp_path: Path) -> None:
