@@ -126,12 +126,12 @@ class ProgressReporter(Callback):
         if trainer.is_global_zero:
             elapsed = max(1e-9, time.perf_counter() - self._started)
             logger.info(
-                "step %d/%d  loss %.4f  lr %.2e  %.0f samples/s  waiting for data %.1f %%",
+                "step %d/%d  loss %.4f  lr %.2e  %s samples/s  waiting for data %.1f %%",
                 trainer.global_step,
                 trainer.max_steps,
                 self.last_loss,
                 trainer.optimizers[0].param_groups[0]["lr"],
-                float(samples) / elapsed,
+                rate(float(samples) / elapsed),
                 100 * (_wait_seconds(trainer) - self._waited) / elapsed,
             )
         self._restart_clock(trainer)
@@ -237,6 +237,11 @@ def read_metric(path: Path, name: str) -> dict[int, float]:
             if name in row:
                 values[row["step"]] = row[name]
     return dict(sorted(values.items()))
+
+
+def rate(samples_per_second: float) -> str:
+    """Return a rate as a log line says it: of slow steps not as 0."""
+    return f"{samples_per_second:.0f}" if samples_per_second >= 10 else f"{samples_per_second:.2g}"
 
 
 def append_metrics(path: Path, steps: Sequence[tuple[int, float]], losses: Sequence[float]) -> None:

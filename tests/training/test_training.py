@@ -29,7 +29,7 @@ from energon_bridge import read_quarantine
 from energon_bridge.core.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError, EnergonError
 from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
-from energon_bridge.training.callbacks import AtomicCheckpointIO, append_metrics, list_checkpoints
+from energon_bridge.training.callbacks import AtomicCheckpointIO, append_metrics, list_checkpoints, rate
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
@@ -424,3 +424,10 @@ def test_a_refusal_of_the_main_rank_reaches_the_ranks_that_wait() -> None:
         return str(error.value)
 
     assert run_forked(2, refused) == ["the folder holds a run"] * 2
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"), [(0.0421, "0.042"), (0.6, "0.6"), (9.94, "9.9"), (10.4, "10"), (5432.1, "5432")]
+)
+def test_slow_steps_are_not_said_to_be_none(seen, said):
+    assert rate(seen) == said

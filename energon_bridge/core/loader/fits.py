@@ -121,7 +121,8 @@ def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
             if leaf["mark"] and now[identity]["mark"] and leaf["mark"] != now[identity]["mark"]:
                 lines.append(f"~ {_describe(leaf)}: its files were written again with other content, of the same sizes")
             if leaf["share"] != now[identity]["share"]:
-                lines.append(f"~ {_describe(leaf)}: weight {leaf['share']} is {now[identity]['share']} now")
+                weights = (row["share"] or "1 (the only dataset)" for row in (leaf, now[identity]))
+                lines.append(f"~ {_describe(leaf)}: weight {' is '.join(weights)} now")
         elif leaf["path"] in paths:
             lines.append(f"- {_describe(leaf)}\n  + {_describe(paths.pop(leaf['path']))}: the content changed")
         else:

@@ -237,6 +237,8 @@ def _measure(
     more = {name: value - before.get(name, 0) for name, value in after.items()}
     samples = max(1, int(more["samples"]))
     requests = int(more.get("requests", 0))
+    # Threads wait for the store side by side and ahead; batches wait for it at most as long as for their samples.
+    waited = min(more["request_seconds"], more["load_seconds"]) if requests else 0.0
     return Rate(
         workers=options["num_workers"],
         samples=samples,
@@ -251,7 +253,7 @@ def _measure(
         requests=requests,
         bytes_per_request=more["request_bytes"] / requests if requests else 0.0,
         seconds_per_request=more["request_seconds"] / requests if requests else 0.0,
-        waiting=more["request_seconds"] / more["make_seconds"] if requests and more["make_seconds"] else 0.0,
+        waiting=min(1.0, waited / more["make_seconds"]) if more["make_seconds"] else 0.0,
         **{name: int(more.get(name, 0)) for name in _CACHE},
     )
 
@@ -298,10 +300,12 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
     stages = _stages(reading, rates[0])
     stage = max(stages, key=lambda name: stages[name])
     busy = chosen.cpu_per_sample * chosen.samples_per_second / cores
+    largest = chosen.workers == rates[-1].workers
     if chosen.waiting > 0.5:
+        more = "more --num-workers, " if largest else ""  # else they were tried, and did not help
         return (
             f"the store: {chosen.waiting:.0%} of the time is spent waiting for it",
-            "more workers, max_samples_per_sequence=None, shards of 100 MB and more, or a machine nearer to the store",
+            f"{more}max_samples_per_sequence=None, shards of 100 MB and more, or a machine nearer to the store",
         )
     if busy > _BUSY:
         return f"the cores: {busy:.0%} of {cores} are busy, most of it with {stage}", _CHEAPER[stage]
@@ -310,7 +314,7 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
             "the training process, which receives the batches: more workers do not help",
             "smaller batches in bytes, such as images as uint8 (SampleDecoder(image_decode='torchrgb8'))",
         )
-    if chosen.workers == rates[-1].workers and len(rates) > 1:
+    if largest and len(rates) > 1:
         return (
             f"the number of workers: the largest number tried, {chosen.workers}, is the fastest",
             "more --num-workers",
@@ -357,7 +361,13 @@ def report(result: Measured) -> Iterator[str]:
         )
 
 
-_NOTES = {(True, True): " on Ray", (True, False): " on Ray", (False, True): " (enough)", (False, False): ""}
+def _note(rate: Rate, result: Measured) -> str:
+    """Return what is said of a number of workers; of the largest that was tried, nobody knows whether it is enough."""
+    if rate is result.cluster:
+        return " on Ray"
+    if rate.workers != result.workers:
+        return ""
+    return " (fastest)" if rate is result.rates[-1] else " (enough)"
 
 
 def _print_rates(result: Measured) -> None:
@@ -365,7 +375,7 @@ def _print_rates(result: Measured) -> None:
         ("workers", "samples/s", "bytes/s", "CPU per sample", "training process"),
         [
             (
-                f"{rate.workers}{_NOTES[rate is result.cluster, rate.workers == result.workers]}",
+                f"{rate.workers}{_note(rate, result)}",
                 f"{rate.samples_per_second:,.0f}",
                 format_bytes(int(rate.bytes_per_second)),
                 f"{1e6 * rate.cpu_per_sample:,.0f} us",

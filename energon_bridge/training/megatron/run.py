@@ -41,6 +41,7 @@ from energon_bridge.training.callbacks import (
     append_metrics,
     append_validation,
     clock,
+    rate,
     read_losses,
     read_metric,
     say_complete,
@@ -133,14 +134,13 @@ class Progress:
         if self.ranks.main:
             elapsed = max(1e-9, time.perf_counter() - self._started)
             logger.info(
-                "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %.0f samples/s  %.0f ms/step  "
-                "waiting for data %.1f %%",
+                "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s samples/s  %.0f ms/step  waiting for data %.1f %%",
                 step,
                 self.max_steps,
                 loss,
                 lr,
                 norm,
-                float(samples) / elapsed,
+                rate(float(samples) / elapsed),
                 1000 * elapsed / max(1, self._timed),
                 100 * (self.data.wait_seconds - self._waited) / elapsed,
             )

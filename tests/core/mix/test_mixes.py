@@ -87,6 +87,10 @@ def test_a_changed_mix_is_refused_with_what_changed(data: Path) -> None:
     )
     with pytest.raises(SettingMismatchError, match="schedule="):
         second.restore_state_rank(first.save_state_rank())
+    of_one = mixed(data, data / "a")
+    alone = get_savable_loader(of_one).save_state_rank()
+    with pytest.raises(DatasetMismatchError, match=r"weight 1 .the only dataset. is 1/3 now"):
+        get_savable_loader(mixed(data, [(data / "a", 1), (data / "b", 2)])).restore_state_rank(alone)
     moved = get_savable_loader(mixed(data, [(data / "b", 4), (data / "a", 2)]))
     moved.restore_state_rank(state)  # neither the order nor the unit of the weights counts
 

@@ -61,7 +61,7 @@ def test_it_prints_stages_rates_and_a_limit(dataset: Path, tmp_path: Path, monke
     flags = ["--batch-size", 4, "--num-workers", 0, "--seconds", 0.2, "--encoder", "bench_encoders:Mine"]
     output = output_of("bench", dataset, *flags)
     del sys.modules["bench_encoders"]
-    for words in ("Time for a sample, without workers: reading ", "samples/s", "0 (enough)", "\nLimit: ", "\nTry: "):
+    for words in ("Time for a sample, without workers: reading ", "samples/s", "0 (fastest)", "\nLimit: ", "\nTry: "):
         assert words in output
 
 
@@ -80,6 +80,7 @@ def test_it_runs_on_a_server_and_says_what_the_cache_had(
         assert found["requests"] > 0
         assert found["bytes_per_request"] > 0
         assert found["cache_hits"] == found["cache_misses"] == 0
+        assert 0 < found["waiting"] <= 1
         monkeypatch.setenv("ENERGON_CACHE_DIR", str(tmp_path / "cache"))
         results = (output_of("bench", server.url, *options, seconds) for seconds in (0.2, 2, 20))  # a busy machine
         assert any(re.search(r"^Node cache: [1-9]\d*% of ", result, re.MULTILINE) for result in results)
@@ -110,6 +111,9 @@ def test_what_limits_is_named() -> None:
     assert "the hooks of the task encoder | a profile" in judged(READING, replace(RATE, encode=5e-3), two)
     assert judged(replace(READING, load=1e-2), RATE, two).endswith("larger shards), or more cores")
     assert judged(READING, RATE, replace(two, waiting=0.7)).startswith("the store: 70% of the time")
+    assert "| more --num-workers, max_samples" in judged(READING, RATE, replace(two, waiting=0.7))
+    enough = replace(RATE, workers=1, waiting=0.7)
+    assert bench.judge(READING, [RATE, enough, two], enough, 2)[1].startswith("max_samples_per_sequence=None, shards")
     assert judged(READING, RATE, replace(two, training_cpu=0.9), cores=8).startswith("the training process")
     assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the largest number tried, 2")
 
