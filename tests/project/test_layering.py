@@ -44,11 +44,11 @@ LAYERS = (
 # Raise one on purpose only: what the product gives must be worth what it costs.
 BUDGETS = {
     "core": 16_250,
-    "cloud": 3_350,
-    "models": 9_270,
-    "trainers": 4_370,
+    "cloud": 3_450,
+    "models": 9_500,
+    "trainers": 4_500,
     "tools": 12_590,
-    "compat": 2_520,
+    "compat": 2_540,
     "training": 3_000,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
