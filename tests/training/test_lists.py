@@ -286,6 +286,20 @@ SPELLED: dict[str, tuple[str, str, str]] = {  # the question, what is shown, and
         "IaIcolor?",
         "rb",
     ),
+    "underscores": ("__IMAGE__a__IMAGE__color?", "IaIcolor?", "rb"),
+    "numbers between underscores": ("__IMG_2__a__IMG_1__color?", "IaIcolor?", "br"),
+    "round brackets": ("(image 2) a(image1)color?", "I aIcolor?", "br"),
+    "an at sign": ("@image1 a @image2 color?", "I a I color?", "rb"),
+    "figures": ("<figure 2>a<fig1>color?", "IaIcolor?", "br"),
+    "braces": ("{image}a{image}color?", "IaIcolor?", "rb"),
+    "double braces": ("{{image}}a{{image}}color?", "IaIcolor?", "rb"),
+    "percent signs": ("%IMAGE%a%IMAGE%color?", "IaIcolor?", "rb"),
+    "dollar signs": ("$IMAGE$a$IMAGE$color?", "IaIcolor?", "rb"),
+    "hashes": ("##IMAGE##a##IMAGE##color?", "IaIcolor?", "rb"),
+    "two square brackets": ("[[image]]a[[image]]color?", "IaIcolor?", "rb"),
+    "two angle brackets": ("<<image>>a<<image>>color?", "IaIcolor?", "rb"),
+    "LLaVA's start and end": ("<im_start><image><im_end>\na<im_start><image><im_end>color?", "IaIcolor?", "rb"),
+    "img around a place": ("<img><image></img>a<img><image></img>color?", "IaIcolor?", "rb"),
     "places of its own, and numbers that refer to them": (
         "<image>a<image>is <image 2>color?",
         "IaIis <image 2>color?",
@@ -317,6 +331,12 @@ def test_places_in_other_spellings_are_places(tmp_path: Path, media: Path, bundl
         ("![](red.png) ![](blue.png) color?", r"'!\[\]\(red.png\)', which looks like a place"),
         ('<img src="red.png"> color?', "which looks like a place"),
         ("Picture 1: <img>red.png</img> color?", "would be seen as text"),
+        ("<image>red.png</image><image>blue.png</image> color?", "would be seen as text"),
+        ("<red.png> <blue.png> color?", "'<red.png>', which looks like a place"),
+        ("[Image: red.png] [Image: blue.png] color?", r"'\[Image: red.png\]', which looks like a place"),
+        ("red.png\nblue.png\ncolor?", "'red.png', which looks like a place"),
+        ("<image id=1><image id=2> color?", "'<image id=1>', which looks like a place"),
+        ("(image 1) color?", r"the text has 1 image places \(\(image 1\)\) but the sample has 2 images"),
         ("<image><image 2> color?", "the text has 1 image placeholders '<image>' but the sample has 2"),
     ],
 )
@@ -325,6 +345,16 @@ def test_places_that_do_not_fit_are_refused(tmp_path: Path, media: Path, questio
     assert re.search(complaint, refused(listed(tmp_path, entry), tmp_path / "out", "--media", media))
     with pytest.raises(SampleError, match=complaint):
         read_conversation(cook_conversation({"__key__": "a", "json": llava(question), "0.png": "r", "1.png": "b"}))
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["What is (a) red?", "Is $x$ 50% of #2?", "See chart.png, please.", "Write to me@image.org", "an (image)"],
+)
+def test_ordinary_texts_beside_media_are_no_places(question: str) -> None:
+    sample = {"__key__": "a", "json": llava(question), "0.png": "r"}
+    parts = read_conversation(cook_conversation(sample)).turns[0].parts
+    assert [(part.kind, part.text) for part in parts] == [("image", ""), ("text", question)]
 
 
 @pytest.mark.parametrize("name", ["image_path", "img", "audio_filepath", "video_file", "wav"])
@@ -337,20 +367,51 @@ def test_files_under_other_names_are_not_left_out_silently(name: str) -> None:
         cook_conversation({"__key__": "a", "json": {**content, name: "", **other}})
 
 
-@pytest.mark.parametrize("question", ["What does <img> do?", "[IMG] is text", "a <sound> of {image}"])
+@pytest.mark.parametrize(
+    "question",
+    [
+        *(
+            "What does <img> do?",
+            "[IMG] is text",
+            "a <sound> of {image}",
+            "see (image 1) in the book",
+            "{{image}} is it",
+        ),
+        *(
+            "export $IMAGE$ and %IMAGE%",
+            "__IMAGE__ is a macro",
+            "@image1 in CSS",
+            "## Image ##",
+            "see <figure 1> there",
+        ),
+        *(
+            "open red.png\nred.png",
+            "[red.png](red.png)",
+            "![a](red.png)",
+            '<img src="red.png"> in HTML',
+            "a << image >> 2",
+        ),
+    ],
+)
 def test_words_in_brackets_are_text_where_there_are_no_media(question: str) -> None:
     (asks, _) = read_conversation(cook_conversation({"__key__": "a", "json": llava(question)})).turns
     assert asks.text == question
 
 
 @pytest.mark.parametrize(
-    "place", ["<|audio_1|>", "<speech>", "<sound>", "<Audio 1>", "<|audio_bos|><|AUDIO|><|audio_eos|>"]
+    "place",
+    [
+        *("<|audio_1|>", "<speech>", "<sound>", "<Audio 1>", "<|audio_bos|><|AUDIO|><|audio_eos|>", "__AUDIO__"),
+        *("<audio_bos><AUDIO><audio_eos>", "[audio]", "(audio 1)"),
+    ],
 )
 def test_places_of_sounds_and_videos_in_other_spellings(place: str) -> None:
     for kind, name, written in (
         ("audio", "0.wav", place),
         ("video", "0.mp4", "<Video 1>"),
         ("video", "0.mp4", "<|video|>"),
+        ("video", "0.mp4", "<video_00>"),
+        ("video", "0.mp4", "<|vision_start|><video><|vision_end|>"),
     ):
         sample = {"__key__": "a", "json": llava(f"a {written} b"), name: "file"}
         parts = read_conversation(cook_conversation(sample)).turns[0].parts

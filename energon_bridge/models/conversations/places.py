@@ -2,11 +2,12 @@
 
     <image 1>, <image_00>, <|image_1|>, <image-1>, [IMG_2]          by their numbers, which count from 0 or 1
     <ImageHere>, <Image>, [IMG], <image_placeholder>, <|image|>,    in their order
-    <sound>, <speech>, <Video>, {image}, …                          <img></img>, <img><ImageHere></img>: the tags too
+    <sound>, <speech>, <Video>, {image}, __IMAGE__, %IMAGE%, …      <img></img>, <img><ImageHere></img>: the tags too
+    (image 1), @image1, <fig1>                                      only with numbers
 
 A number that comes again refers back, and stays text. Where `<image>`, or parts, are the places, all others are text.
-Places that do not fit the media, and words in angle brackets that look like places, are errors: all media would stand
-in front of the question.
+Places that do not fit the media, words in angle brackets that look like places, and names of files in brackets or on
+lines of their own are errors: all media would stand in front of the question.
 """
 
 from __future__ import annotations
@@ -20,24 +21,33 @@ from energon_bridge.core.errors import SampleError
 Medium = Literal["image", "video", "audio"]
 
 _KINDS: Mapping[str, Medium] = {
-    **dict.fromkeys(("image", "img", "picture", "pic", "photo"), "image"),
+    **dict.fromkeys(("image", "img", "picture", "pic", "photo", "fig"), "image"),
     **dict.fromkeys(("video", "vid"), "video"),
     **dict.fromkeys(("audio", "sound", "speech"), "audio"),
 }
 _WHAT = r"(?:here|placeholder|token|pad|soft[ _]?token|context|feature|patch)"
-_WORD = rf"({'|'.join(_KINDS)})[ _-]?{_WHAT}?[ _#:-]*([0-9]{{1,3}})?"
-_AROUND = r"(?:vision|audio|image)_(?:start|bos|begin)", r"(?:vision|audio|image)_(?:end|eos)"
+_WORDS = "image|img|picture|pic|photo|video|vid|audio|sound|speech"
+_WORD = rf"({_WORDS})[ _-]?{_WHAT}?[ _#:-]*([0-9]{{1,3}})?"
+_NUMBERED = rf"({_WORDS})[ _#:-]*([0-9]{{1,3}})"
+_OPEN = r"<(?:img|\|?(?:vision|audio|image|video|im)_(?:start|bos|begin)\|?)>"
+_CLOSE = r"<(?:/img|\|?(?:vision|audio|image|video|im)_(?:end|eos)\|?)>"
 _SPELLED = re.compile(
-    rf"\n?(?:<img>(?=<[^<>/]{{1,30}}></img>))?(?:(?:<\|{_AROUND[0]}\|>)?<\|?\s*{_WORD}\s*\|?>(?:<\|{_AROUND[1]}\|>)?"
-    rf"|\[{_WORD}\]|\{{{_WORD}\}}|\{{\{{{_WORD}\}}\}}|<start_of_(image)>())(?:</img>)?\n?",
+    rf"\n?(?:{_OPEN}(?=<[^<>/]{{1,30}}>{_CLOSE}))?(?:<<\s*{_WORD}\s*>>|<\|?\s*{_WORD}\s*\|?>|\[\[{_WORD}\]\]|\[{_WORD}\]"
+    rf"|\{{\{{{_WORD}\}}\}}|\{{{_WORD}\}}|<start_of_(image)>()|__{_WORD}__|%{_WORD}%|\${_WORD}\$|##{_WORD}##"
+    rf"|\({_NUMBERED}\)|(?<!\w)@{_NUMBERED}(?!\w)|<(fig)(?:ure)?[ _-]?([0-9]{{1,3}})>)(?:{_CLOSE})?\n?",
     re.IGNORECASE,
+)
+_WRAPPED = re.compile(rf"{_OPEN}(<(?:image|video|audio)>){_CLOSE}|<(<(?:image|video|audio)>)>")
+_FILE = (
+    r"[^\s<>\[\](){}]{1,200}\.(?:jpe?g|png|webp|gif|bmp|tiff?|heic|avif|mp4|mkv|mov|avi|webm|wav|mp3|flac|ogg|opus|m4a)"
 )
 _LIKE_PLACES = re.compile(
     r"<(?!/)\|?[^<>\n=]{0,24}(?:image|img|picture|photo|video|audio|sound|speech|visual|vision|frame|media|placeholder|clip)"
-    r"[^<>\n=]{0,24}\|?>|<img\s[^<>\n]{0,200}>|!\[[^\]\n]{0,200}\]\([^)\n]{0,200}\)",
-    re.IGNORECASE,
+    r"[^<>\n=]{0,24}\|?>|<(?:image|img|video|audio)\s[^<>\n]{0,200}>|!\[[^\]\n]{0,200}\]\([^)\n]{0,200}\)"
+    rf"|[<\[({{](?:\w+[:=] ?)?{_FILE}[>\])}}]|^[ \t]*{_FILE}[ \t]*$",
+    re.IGNORECASE | re.MULTILINE,
 )
-_ALSO_TEXT = re.compile(r"\n?(?:\[|\{|<(?:img|picture|pic|photo|sound|speech|vid)>)", re.IGNORECASE)
+_ALSO_TEXT = re.compile(r"[^<]|<(?:<|fig|(?:img|picture|pic|photo|sound|speech|vid)>)", re.IGNORECASE)
 """What is a text, as tags of HTML are, where a sample has nothing to put there."""
 
 
@@ -53,7 +63,7 @@ class Place(NamedTuple):
 
 def spelled(text: str) -> list[Place]:
     """Return the places in a text, those of LLaVA too, in their order."""
-    lower = text.lower() if any(map(text.__contains__, "<[{")) else ""
+    lower = text.lower() if any(map(text.__contains__, "<[{(_%$#@")) else ""
     if not any(map(lower.__contains__, _KINDS)):  # which takes a tenth of the time
         return []
     found = []
@@ -66,6 +76,16 @@ def spelled(text: str) -> list[Place]:
             Place(match.start(), match.end(), kind, None if digits is None else int(digits), match[0].strip("\n"))
         )
     return found
+
+
+def unwrapped(text: str) -> str:
+    """Return a text without the tags that some lists write around `<image>`: a family's template has its own."""
+    return _WRAPPED.sub(lambda match: match[1] or match[2], text) if "><" in text or "<<" in text else text
+
+
+def looks_placed(text: str, kind: Medium) -> bool:
+    """Return whether a text has a place for a medium in another spelling, or something like one."""
+    return any(place.kind == kind for place in spelled(text)) or _LIKE_PLACES.search(text) is not None
 
 
 def respelled(texts: Sequence[str], there: Mapping[Medium, int]) -> list[str | list[dict[str, Any]]]:

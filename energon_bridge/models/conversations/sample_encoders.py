@@ -49,7 +49,7 @@ from energon_bridge.models.conversations.conversation import (
     turn_holder,
 )
 from energon_bridge.models.conversations.layout import MultiModalSampleConfig, place_images
-from energon_bridge.models.conversations.places import spelled
+from energon_bridge.models.conversations.places import looks_placed, unwrapped
 
 SampleEncoder = Callable[[Any, MultiModalSampleConfig], Conversation | Document | ChatSample]
 
@@ -147,6 +147,8 @@ def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig)
     """
     images = list_images(sample.image)
     context: Any = sample.context
+    if images and isinstance(context, str):
+        context = unwrapped(context)
     answers: Any = sample.answers
     if isinstance(context, str) and _is_respelled(context, images, config):
         return _as_chat(sample, context, _best_answer(sample), images)
@@ -261,9 +263,9 @@ def _placed(pairs: Sequence[tuple[str, str]], images: Sequence[Any], config: Mul
 
 
 def _is_respelled(question: str, images: Sequence[Any], config: MultiModalSampleConfig) -> bool:
-    """Return whether the places of images are written otherwise, as `<image 1>`."""
+    """Return whether the places of images are written otherwise, as `<image 1>`, or seem to be."""
     is_own = config.image_token.token_str in question
-    return bool(images) and not is_own and any(place.kind == "image" for place in spelled(question))
+    return bool(images) and not is_own and looks_placed(question, "image")
 
 
 def _as_chat(sample: Any, question: str, answer: str, images: list[Any]) -> ChatSample:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from energon_bridge.core.errors import SampleError, SkipSample
 from energon_bridge.core.format.media import kind_by_name
-from energon_bridge.models.conversations.places import Medium as Medium, respelled, spelled
+from energon_bridge.models.conversations.places import Medium as Medium, respelled, spelled, unwrapped
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
@@ -107,7 +107,7 @@ _UNSAID = ("refusal", "audio")  # no template writes these
 _PAYLOADS = ("url", "path", "src", "value", "source", "data", "bytes")
 _HINTS = ("type", "index", "detail", "format", "media_type", "mime_type", "cache_control")
 _OBJECTS = ("<ref-object>", "<bbox>")  # of ms-swift
-_INLINE = re.compile(r"<img>([^<>]+)</img>")  # of Qwen-VL
+_INLINE = re.compile(r"<(?:img|image|video|audio)>([^<>]+)</(?:img|image|video|audio)>")  # of Qwen-VL, Qwen-Audio
 _PLACES = re.compile(r"<(image|video|audio)>")
 _SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "mka", "oga", "ogg", "opus", "wav", "wma")
 _SHOWN = 200
@@ -631,7 +631,7 @@ def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
     Raises:
         SampleError: A text may or may not be a place.
     """
-    turns = _respelled(turns, there)
+    turns = _respelled(_unwrapped(turns, there), there)
     places, literal, answered = _counted(turns)
     if not (places or literal or answered):
         return list(turns)
@@ -680,7 +680,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
             if kind is None or (kind == "text" and text is None):
                 raise SampleError(f"a part of a message is not understood: {_short(part)}")
             if text is not None:
-                inline = _INLINE.search(text) if role != "assistant" and "</img>" in text else None
+                inline = _INLINE.search(text) if role != "assistant" and "</" in text else None
                 if inline is not None and medium_by_name(inline[1]) is not None:
                     raise SampleError(
                         f"a text names an image as {_short(inline[0])}, which would be seen as text: write '<image>' "
@@ -762,16 +762,16 @@ def own_payload(part: Mapping[str, Any]) -> Any:
 
 def _respelled(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[Turn]:
     """Return turns with other spellings of places in questions as parts, for media that have no places."""
+    media = [kind for kind in MEDIA if there.get(kind)]
     texts = {
         number: text
         for number, turn in enumerate(turns)
         if isinstance(turn, MAPPING)
         and isinstance(text := _content(turn), str)
-        and any(map(text.__contains__, "<[{"))
+        and (media or "<" in text)  # without media, all others are texts
         and ROLES.get(_role_name(turn) or "") != "assistant"
     }
     has_places: set[str | None] = {kind for text in texts.values() if "<" in text for kind in _PLACES.findall(text)}
-    media = [kind for kind in MEDIA if there.get(kind)]
     if has_places.issuperset(media) and (media or not any(map(spelled, texts.values()))):
         return turns
     in_parts = [part for turn in turns if isinstance(turn, MAPPING) for part in _parts_of(turn)]
@@ -792,6 +792,19 @@ def _respelled(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[T
         else turn
         for number, turn in enumerate(turns)
     ]
+
+
+def _unwrapped(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[Turn]:
+    """Return turns without tags around the places of questions."""
+    if not any(there.values()):
+        return turns
+    made: list[Turn] = []
+    for turn in turns:
+        said = _content(turn) if isinstance(turn, MAPPING) else None
+        is_asked = isinstance(said, str) and ROLES.get(_role_name(turn) or "") != "assistant"
+        bare = unwrapped(said) if is_asked else said
+        made.append(turn if bare == said else {**_without(turn, "content", "value"), "content": bare})
+    return made
 
 
 def _parts_of(turn: Turn) -> Sequence[Any]:

@@ -153,6 +153,8 @@ def test_images_stand_at_the_numbers_of_a_question(kind: Any) -> None:
     said = {"choices": ["a", "b"], "correct_choice_idx": 0} if kind is MultiChoiceVQASample else {"answers": ["a"]}
     for question, expected in (("<image 2> or <image 1>?", [20, 10]), ("<ImageHere> or <ImageHere>?", [10, 20])):
         assert colours(build(), kind(__key__="k", image=images, context=question, **said)) == expected
+    with pytest.raises(SampleError, match="'<my_image>', which looks like a place"):
+        colours(build(), kind(__key__="k", image=images, context="<my_image> or <my_image>?", **said))
     with pytest.raises(SampleError, match=r"1 image places \(<image 1>\) but the sample has 2 images"):
         colours(build(), kind(__key__="k", image=images, context="<image 1>?", **said))
 
