@@ -339,8 +339,11 @@ def batch_rows(pipeline: Pipeline, rows: Sequence[BatchRow], lane: int, number: 
     return pipeline.batches(samples, keys, leaves, lane, number, counts)
 
 
-def count_read(rows: Sequence[BatchRow], counts: Counts) -> None:
+def count_read(pipeline: Pipeline, rows: Sequence[BatchRow], counts: Counts) -> None:
     """Count the bytes read for samples that have waited and leave now."""
+    if len(pipeline.leaves) == 1:
+        counts.of(0)[_BYTES] += sum([row.read for row in rows])
+        return
     for row in rows:
         counts.of(row.members[0].leaf)[_BYTES] += row.read
 

@@ -73,9 +73,9 @@ class LaneEpochs:
         """Return the epoch of a draw."""
         return self.order.epoch_of(self.lane, draw)
 
-    def left(self, draw: int) -> int:
-        """Return the draws from one on to the end of its epoch."""
-        return self.order.epoch_end(self.lane, draw) - draw
+    def end(self, draw: int) -> int:
+        """Return the first draw after the epoch of one."""
+        return self.order.epoch_end(self.lane, draw)
 
     def holds(self, buffers: int, size: int) -> bool:
         """Whether the lane's share of an epoch fills so many buffers."""
@@ -128,6 +128,17 @@ def share_of(missing: int, left: int) -> int:
     return -(-max(0, missing) // (left + 1))
 
 
+class _Epoch(NamedTuple):
+    """An epoch of a lane: its number, one of its draws, and the first draw after it."""
+
+    number: int
+    first: int
+    end: int
+
+
+_NO_EPOCH = _Epoch(0, 0, 0)
+
+
 class PackBuffer:
     """The packs of a lane in turn, then the samples from which the next ones are selected.
 
@@ -165,6 +176,8 @@ class PackBuffer:
         self._packed: IntArray = held.members[np.repeat(packs, lengths)]
         self.members: IntArray = held.members[np.repeat(waiting, lengths)]
         self._waits: IntArray = numbers[waiting]
+        self._fresh = self._first_fresh()
+        self._drawing = _NO_EPOCH
 
     def share(self, rows: int, draw: int) -> int:
         """Return the samples to draw after a microbatch of so many packs; 0 if the next one needs a selection first."""
@@ -187,22 +200,33 @@ class PackBuffer:
 
     def left(self, draw: int) -> int | None:
         """Return the draws that may still enter this buffer; None: any number."""
-        epochs = self._rules.epochs
-        if epochs is None:
+        epoch = self._epoch(draw)
+        if epoch is None:
             return None
-        return 0 if self.is_closed(draw) else epochs.left(draw)
+        return 0 if self.is_closed(draw) else epoch.end - draw
 
     def is_closed(self, draw: int) -> bool:
         """Whether the epoch of samples that no selection was offered yet ends before a draw."""
+        epoch = self._epoch(draw)
+        return epoch is not None and self._fresh is not None and self._fresh < epoch.number
+
+    def _epoch(self, draw: int) -> _Epoch | None:
+        """Return the epoch of a draw, if epochs end the buffer; it is asked for after each microbatch."""
         epochs = self._rules.epochs
         if epochs is None:
-            return False
-        fresh = self.members[self._waits == 0]
-        return bool(len(fresh)) and int(fresh[:, 2].min()) < epochs.epoch(draw)
+            return None
+        if not self._drawing.first <= draw < self._drawing.end:
+            self._drawing = _Epoch(epochs.epoch(draw), draw, epochs.end(draw))
+        return self._drawing
+
+    def _first_fresh(self) -> int | None:
+        """Return the first epoch of samples that no selection was offered yet; None if all were."""
+        fresh = self.members[self._waits == 0, 2]
+        return int(fresh.min()) if len(fresh) else None
 
     def without_repeats(self, packs: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return packs, given by places, without samples that they have from another epoch already."""
-        if not self._rules.distinct:
+        if not self._rules.distinct or (self.members[:, 2] == self.members[:1, 2]).all():
             return packs
         members = self.members.tolist()
         return [_distinct(pack, members) for pack in packs]
@@ -211,30 +235,35 @@ class PackBuffer:
         """Append samples to the buffer."""
         self.members = np.concatenate((self.members, members))
         self._waits = np.concatenate((self._waits, np.zeros(len(members), dtype=np.int64)))
+        if self._fresh is None and len(members):
+            self._fresh = int(members[:, 2].min())  # where it matters, later samples are of no earlier epoch
 
     def select(self, packs: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
         """Move samples into packs, by their places; return which of the others have now been left over too often."""
         self._waits = self._waits + 1
+        self._fresh = None
         if packs:
             own = packs[(self._turn.place - self.dealt) % self._turn.sharers :: self._turn.sharers]
-            self._append([self.members[np.array(pack, dtype=np.int64)] for pack in own])
+            places = np.array(list(chain(*packs)), dtype=np.int64)
+            taken = places if len(own) == len(packs) else np.array(list(chain(*own)), dtype=np.int64)
+            self._append([len(pack) for pack in own], self.members[taken])
             self.dealt += len(packs)
-            places = np.array([place for pack in packs for place in pack], dtype=np.int64)
             left = np.ones(len(self.members), dtype=bool)
             left[places] = False
             self.keep(left)
             self.target = min(self._size, self.target + -(-len(places) // 2))
         return self._waits > LONGEST_WAIT
 
-    def _append(self, packs: Sequence[IntArray]) -> None:
-        self.sizes = np.concatenate((self.sizes, np.array([len(pack) for pack in packs], dtype=np.int64)))
-        self._packed = np.concatenate((self._packed, *packs))
+    def _append(self, sizes: Sequence[int], *members: IntArray) -> None:
+        self.sizes = np.concatenate((self.sizes, np.array(sizes, dtype=np.int64)))
+        self._packed = np.concatenate((self._packed, *members))
 
     def follow(self, packs: Sequence[IntArray], waiting: BufferedRefs, *, target: int, dealt: int) -> None:
         """Append packs of a shared buffer; what waits there waits here from now on."""
-        self._append(packs)
+        self._append([len(pack) for pack in packs], *packs)
         self.members = waiting.members
         self._waits = waiting.rows[:, 2]
+        self._fresh = self._first_fresh()
         self.target = target
         self.dealt = dealt
 
@@ -242,6 +271,8 @@ class PackBuffer:
         """Drop the other samples of the buffer."""
         self.members = self.members[kept]
         self._waits = self._waits[kept]
+        if self._fresh is not None:
+            self._fresh = self._first_fresh()
 
     def take(self, packs: int) -> tuple[IntArray, IntArray]:
         """Remove the first packs; return their sizes, and the references of their samples."""
@@ -392,7 +423,7 @@ class Packing:
                 rows = self._with_contents(self._packs[0], counts)
                 self._hold(-sum(row.size for row in rows))
                 self._done()
-                count_read(rows, counts)
+                count_read(self._pipeline, rows, counts)
                 if rows := post_encoded(self._pipeline, rows, counts):
                     return rows
                 continue
@@ -461,7 +492,7 @@ class Packing:
             stay = {id(row) for row in chain(left, *packs)}
             self._hold(-sum(row.size for row in rows if id(row) not in stay))
             self._keep(np.array([id(row) in stay for row in self._buffer], dtype=bool))
-            self._moved(packs, counts)
+            self._moved(packs, left, counts)
             self._pipeline.budget.keep(self)
             if packs:
                 return
@@ -482,15 +513,19 @@ class Packing:
                 return waiting.is_closed(self._draws.leaf_draws[0])
             self._draws.give_up_if_barren(first)  # an epoch gave nothing
 
-    def _moved(self, packs: list[list[BatchRow]], counts: Counts) -> None:
+    def _moved(self, packs: list[list[BatchRow]], left: list[BatchRow], counts: Counts) -> None:
         """Move rows of the buffer into packs; give up those that too many selections have left over."""
         rows = self._buffer
-        places = {id(row): place for place, row in enumerate(self._buffer)}
-        chosen = self._waiting.without_repeats([[places[id(row)] for row in pack] for pack in packs])
+        places = {id(row): place for place, row in enumerate(rows)}
+        wanted = [[places[id(row)] for row in pack] for pack in packs]
+        chosen = self._waiting.without_repeats(wanted)
+        if chosen is not wanted:
+            selected = set(chain(*chosen))
+            packs = [[rows[place] for place in pack] for pack in chosen]
+            left = [row for place, row in enumerate(rows) if place not in selected]
         late = self._waiting.select(chosen)
-        self._packs.extend([rows[place] for place in pack] for pack in chosen)
-        selected = set(chain(*chosen))
-        left = self._buffer = [row for place, row in enumerate(rows) if place not in selected]
+        self._packs.extend(packs)
+        self._buffer = left
         if not late.any():
             return
         for row in compress(left, late):
@@ -508,7 +543,7 @@ class Packing:
         rows = self._with_contents(pack, counts)
         self._hold(-sum(row.size for row in rows))
         counts = Counts() if self._waiting.taken else counts  # restored: what it skips and reads was counted before
-        count_read(rows, counts)
+        count_read(self._pipeline, rows, counts)
         return pack_rows(self._pipeline, rows, counts)
 
     def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
 Ranges = Sequence[tuple[float, float]]
 T = TypeVar("T")
+_TOLD_BY_HEAD = ("wav", "wave", "rf64", "w64", "aif", "aiff", "aifc")
+"""Extensions of files that are opened according to their first bytes."""
 
 
 class AVDecoder:
@@ -184,11 +186,14 @@ class AVDecoder:
         return Media(self._file(), self.name).container
 
     def _head(self) -> bytes:
-        """Return the first bytes of the file if they cost nothing, or its name says that it is a WAV."""
+        """Return the first bytes of the file if they cost nothing, or its name says that they tell something."""
         stream = self.stream
-        if isinstance(stream, ByteRange) and self.suffix == "wav":
-            return stream.read(HEAD_BYTES)
-        return stream[:HEAD_BYTES] if isinstance(stream, bytes) else b""
+        if isinstance(stream, bytes):
+            return stream[:HEAD_BYTES]
+        if isinstance(stream, ByteRange):
+            return stream.read(HEAD_BYTES) if self.suffix in _TOLD_BY_HEAD else b""
+        stream.seek(0)
+        return stream.read(HEAD_BYTES)
 
     def _file(self) -> BinaryIO:
         stream = self.stream

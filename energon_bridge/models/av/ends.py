@@ -1,7 +1,8 @@
 """Where files end by their own words: sizes that headers claim, the last page of an Ogg, the files it is a chain of.
 
 FFmpeg reads what is there: without a look here, a file that is cut off is a shorter sound. Sizes that say "unknown", as
-programs write them that cannot go back to the header (into a pipe), claim nothing.
+programs write them that cannot go back to the header (into a pipe), claim nothing. Where FFmpeg takes them for sizes,
+it is given a view of the file whose header tells the true one (`with_size`).
 
 Sources: RIFF and RF64 (EBU Tech 3306), Sony Wave64, AIFF-C, CAF and QuickTime (Apple), ISO/IEC 14496-12, 4.2 (MP4), RFC
 8794, 4 (Matroska), RFC 3533, 6 (Ogg), ASF 3.2 (WMA), Xing's header of MP3 as LAME writes it.
@@ -52,6 +53,92 @@ def _is_unknown(length: int) -> bool:
     return length == 0 or 0x7F000000 <= length <= 0x80000000 or length >= 0xFFFFF000
 
 
+def with_size(file: BinaryIO) -> BinaryIO:
+    """Return a file, or a view of it whose header has its size where it says that it is unknown.
+
+    That is done for AIFF, Wave64 and RF64: FFmpeg takes 0 there for no sound at all, or does not open the file.
+    """
+    here = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    try:
+        told = _sizes_to_tell(file, size)
+    except struct.error:  # the header itself is cut off
+        told = {}
+    finally:
+        file.seek(here)
+    return _Told(file, told) if told else file
+
+
+def _sizes_to_tell(file: BinaryIO, size: int) -> dict[int, bytes]:
+    """Return what belongs at some places of the header; nothing if it is right."""
+    kind = _read(file, 0, 4)
+    if kind == b"FORM" and (at := _chunk(file, size, b"SSND", ">4sI")):
+        (length,) = _unpack(file, at + 4, ">I")
+        if length <= 8 or _is_unknown(length):  # 8: the chunk's own header, and no sound
+            return {4: struct.pack(">I", size - 8), at + 4: struct.pack(">I", size - at - 8)}
+    elif kind == b"riff" and (at := _data_of_wave64(file, size)):
+        (length,) = _unpack(file, at + 16, "<Q")
+        if not 24 < length < 1 << 62:
+            return {at + 16: struct.pack("<Q", size - at)}
+    elif kind == b"RF64" and (at := _chunk(file, size, b"data", "<4sI")):
+        head = _chunk(file, size, b"ds64", "<4sI")
+        (length,) = _unpack(file, head + 16, "<Q")
+        if head and not 0 < length < 1 << 62:
+            return {head + 16: struct.pack("<Q", size - at - 8)}
+    return {}
+
+
+class _Told(io.RawIOBase):
+    """A file with other bytes at some places."""
+
+    def __init__(self, file: BinaryIO, told: dict[int, bytes]) -> None:
+        self._file = file
+        self._told = told
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int = -1) -> bytes:
+        begin = self._file.tell()
+        data = self._file.read(size)
+        for at, content in self._told.items():
+            low = max(begin, at)
+            high = min(begin + len(data), at + len(content))
+            if low < high:
+                data = data[: low - begin] + content[low - at : high - at] + data[high - begin :]
+        return data
+
+
+def _chunk(file: BinaryIO, size: int, wanted: bytes, form: str) -> int:
+    """Return where a chunk of RIFF or AIFF begins, after the twelve bytes of the file's own; 0: there is none."""
+    at = 12
+    while at + 8 <= size:
+        name, length = struct.unpack(form, _read(file, at, 8))
+        if name == wanted:
+            return at
+        at += 8 + length + length % 2
+    return 0
+
+
+def _data_of_wave64(file: BinaryIO, size: int) -> int:
+    at = 40
+    while at + 24 <= size:
+        name, length = struct.unpack("<16sQ", _read(file, at, 24))
+        if name.startswith(b"data"):
+            return at
+        at += max(24, -(-length // 8) * 8)
+    return 0
+
+
 def _end_of_wave(file: BinaryIO, size: int) -> int | None:
     order = "<"
     large = 0
@@ -72,23 +159,17 @@ def _end_of_wave(file: BinaryIO, size: int) -> int | None:
 
 
 def _end_of_wave64(file: BinaryIO, size: int) -> int | None:
-    at = 40
-    while at + 24 <= size:
-        name, length = struct.unpack("<16sQ", _read(file, at, 24))
-        if name.startswith(b"data"):
-            return at + length if 24 < length < 1 << 62 else None
-        at += max(24, -(-length // 8) * 8)
-    return None
+    if not (at := _data_of_wave64(file, size)):
+        return None
+    (length,) = _unpack(file, at + 16, "<Q")
+    return at + length if 24 < length < 1 << 62 else None
 
 
 def _end_of_aiff(file: BinaryIO, size: int) -> int | None:
-    at = 12
-    while at + 8 <= size:
-        name, length = struct.unpack(">4sI", _read(file, at, 8))
-        if name == b"SSND":
-            return None if _is_unknown(length) else at + 8 + length
-        at += 8 + length + length % 2
-    return None
+    if not (at := _chunk(file, size, b"SSND", ">4sI")):
+        return None
+    (length,) = _unpack(file, at + 4, ">I")
+    return None if _is_unknown(length) else at + 8 + length
 
 
 def _end_of_caf(file: BinaryIO, size: int) -> int | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from energon_bridge.core.errors import ConfigurationError, DecodeError, EnergonError
 from energon_bridge.core.samples import edataclass
-from energon_bridge.models.av.ends import chained, size_of_id3, what_is_there
+from energon_bridge.models.av.ends import chained, size_of_id3, what_is_there, with_size
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,9 @@ _LEAST_BUFFER, _MOST_BUFFER = 4 << 10, 32 << 10
 """Bytes read at a time: about a thousandth of a file, since a seek wastes half of what it reads."""
 _PCM = (b"\1\0", b"\3\0", b"\xfe\xff")
 """Formats of a WAV with plain samples: integers, floats, and either with the places of its channels."""
+
+_SIZED = (b"FORM", b"riff", b"RF64")
+"""How AIFF, Wave64 and RF64 begin."""
 
 
 @edataclass
@@ -66,12 +69,14 @@ class Media:
         audio: The stream of sound that is marked as default, or else the first one, or None.
         fresh: Whether the container is at its beginning.
         is_pcm_wave: Whether it is known to be a WAV of plain samples.
+        is_endless: Whether its header says that its size is unknown, where FFmpeg would take that for a size.
     """
 
-    __slots__ = ("audio", "container", "file", "fresh", "is_pcm_wave", "name", "video")
+    __slots__ = ("audio", "container", "file", "fresh", "is_endless", "is_pcm_wave", "name", "video")
 
     def __init__(self, file: BinaryIO, name: str, head: bytes = b"") -> None:
-        self.file = file
+        self.file = with_size(file) if head[:4] in _SIZED else file
+        self.is_endless = self.file is not file
         self.name = name
         self.is_pcm_wave = head[:4] + head[8:16] == b"RIFFWAVEfmt " and head[20:22] in _PCM
         self.open()

@@ -159,6 +159,82 @@ def test_other_unknown_lengths_go_to_the_end_too(files: dict[str, bytes]) -> Non
             assert way(AVDecoder(data)) == pytest.approx(SECONDS, abs=0.02)
 
 
+class Pipe:
+    """Where a writer cannot go back to the header."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+
+    def write(self, data: bytes) -> int:
+        self.written += data
+        return len(data)
+
+
+PIPED: dict[str, tuple[str, str, dict[str, str]]] = {
+    "wav": ("wav", "pcm_s16le", {}),
+    "rf64": ("wav", "pcm_s16le", {"rf64": "always"}),
+    "adpcm": ("wav", "adpcm_ima_wav", {}),
+    "w64": ("w64", "pcm_s16le", {}),
+    "aiff": ("aiff", "pcm_s16be", {}),
+    "aifc": ("aiff", "pcm_mulaw", {}),
+    "caf": ("caf", "pcm_s16be", {}),
+    "au": ("au", "pcm_s16be", {}),
+    "flac": ("flac", "flac", {}),
+    "wavpack": ("wv", "wavpack", {}),
+    "tta": ("tta", "tta", {}),
+}
+
+
+@pytest.mark.parametrize("kind", PIPED)
+def test_a_sound_that_was_written_into_a_pipe_is_whole(kind: str, tmp_path: Path) -> None:
+    """The samples are FFmpeg's of the same sound, written to a file that it can go back in."""
+    form, codec, options = PIPED[kind]
+    sound = (np.sin(np.arange(SECONDS * 48000) / 20) * 9000).astype(np.int16)
+
+    def write(target: Any) -> None:
+        with av.open(target, "w", format=form, container_options=options) as container:
+            stream: Any = container.add_stream(codec, rate=48000, layout="mono")
+            frame = av.AudioFrame.from_ndarray(sound[None], format="s16", layout="mono")
+            frame.sample_rate = 48000
+            resampler = av.AudioResampler(format=stream.codec_context.format, layout="mono", rate=48000)
+            for part in (*resampler.resample(frame), *resampler.resample(None)):
+                container.mux(stream.encode(part))
+            container.mux(stream.encode(None))
+
+    pipe = Pipe()
+    write(pipe)
+    write(str(tmp_path / "a"))
+    data = bytes(pipe.written)
+    expected = all_samples(tmp_path / "a")
+    for stream in (data, io.BytesIO(data)):
+        decoder = AVDecoder(stream)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(decoder.get_audio().audio_clips[0].numpy(), expected)
+        seconds = expected.shape[1] / 48000
+        assert decoder.get_metadata().audio_duration == pytest.approx(seconds, abs=1e-4)
+        assert decoder.get_time_range(video=False, audio=True)[1] == pytest.approx(seconds, abs=1e-4)
+    assert sound_of(data, rate=48000).length == expected.shape[1]
+
+
+@pytest.mark.parametrize("frames", [0, 0x7F000000 // 4, 0x7FFFFFFF])
+@pytest.mark.parametrize("length", [0, 8, 0x7F000000 + 8, 0x7FFFFFFF])
+def test_an_aiff_of_unknown_length_goes_to_the_end_of_its_file(
+    length: int, frames: int, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """As ffmpeg (0) and sox (0x7F000000 bytes of samples) write it into a pipe; sox counts its frames by them."""
+    data = bytearray(files["a.aiff"])
+    struct.pack_into(">I", data, data.index(b"SSND") + 4, length)
+    struct.pack_into(">I", data, data.index(b"COMM") + 10, frames)
+    struct.pack_into(">I", data, 4, min(length + 46, 0xFFFFFFFF) if length else 0)
+    (tmp_path / "whole.aiff").write_bytes(files["a.aiff"])
+    (tmp_path / "piped.aiff").write_bytes(data)
+    expected = all_samples(tmp_path / "whole.aiff")
+    for decoder in (AVDecoder(bytes(data)), AVDecoder.open(tmp_path / "piped.aiff")):
+        np.testing.assert_array_equal(decoder.get_audio().audio_clips[0].numpy(), expected)
+        assert decoder.get_metadata(get_audio_num_samples=True).audio_num_samples == SECONDS * 48000
+        assert decoder.get_time_range(video=False, audio=True) == (0, SECONDS)
+    assert sound_of(bytes(data), rate=48000).length == SECONDS * 48000
+
+
 # Chains ---------------------------------------------------------------------------------------------------------------
 
 
