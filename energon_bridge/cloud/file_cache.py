@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from multiprocessing.util import Finalize
 from typing import Any, Literal
@@ -174,8 +175,8 @@ class _KeptLazy(Lazy):
         self._files = files
         self._entry = entry
 
-    def __del__(self) -> None:
-        if self._files.pid == os.getpid():
+    def __del__(self, process: Callable[[], int] = os.getpid) -> None:  # at the interpreter's end `os` may be gone
+        if self._files.pid == process():
             self._files.release(self._entry)
 
 

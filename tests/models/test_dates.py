@@ -230,6 +230,18 @@ def test_ranks_that_start_around_midnight_have_one_day(data: Path, monkeypatch: 
     assert [*found[0], *found[1]] == [alone[0], alone[2], alone[1], alone[3]]
 
 
+def test_a_rank_that_opens_no_loader_is_not_waited_for(data: Path, monkeypatch: pytest.MonkeyPatch, calm: None) -> None:
+    def load(rank: int) -> Any:
+        clock(monkeypatch, FIRST)
+        if rank == 0:  # the other has left before this one asks, and has asked nothing
+            return None
+        loader = loader_of(data, encoder(), rank=0, world_size=1)
+        return read(loader.save_state_rank()).settings["today"], tokens(loader, 1)
+
+    nothing, (day, _) = on_gloo(2, load)
+    assert (nothing, day) == (None, "2026-01-31")
+
+
 def test_a_file_of_the_training_script_sets_the_day(tmp_path: Path) -> None:
     for written in ("2026-01-31", "'2026-01-31'"):
         (tmp_path / "config.yaml").write_text(f"data:\n  today: {written}\n")

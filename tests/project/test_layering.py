@@ -402,3 +402,51 @@ def test_no_private_name_of_torch_is_used() -> None:
     assert private.search("torch.utils.data._utils.pin_memory")
     assert private.search("from torch.utils import a, _b")
     assert not [str(path) for path in python_files(REPOSITORY) if private.search(path.read_text())]
+
+
+FOREIGN = {
+    "_asdict": "named tuples: public",
+    "_field_defaults": "named tuples: public",
+    "_slotnames": "copyreg: public in the documentation of pickle",
+    "_Environ": "os",
+    "_current_frames": "sys: public",
+    "_exit": "os: public",
+    "_forkserver": "multiprocessing",
+    "_getframe": "sys: public",
+    "_thread_local": "PyAV, if it has it",
+    "_worker_info": "torch, where `get_worker_info` is defined, as its own workers do",
+    "_credentials": "botocore",
+    "_attn_implementation": "transformers",
+    "_compile_jinja_template": "transformers",
+    "_get_num_multimodal_tokens": "transformers",
+    "_merge_kwargs": "transformers",
+    "_model_mapping": "transformers",
+    "_replace_state_dict_keys_with_sharded_keys": "megatron-core",
+    "_set_main_param_and_optimizer_states": "megatron-core",
+}
+"""Private names of other libraries that the package uses, each looked at."""
+
+
+def foreign_private_names(root: Path) -> set[str]:
+    """Return the private names that modules import from elsewhere or ask objects for, and that none of them defines."""
+    used, defined = set(), set()
+    for path in python_files(root):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.ImportFrom(names=names):
+                    used |= {alias.name for alias in names}
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    defined.add(name)
+                case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                    defined.add(name)
+                case ast.Attribute(attr=name):
+                    used.add(name)
+    return {name for name in used - defined if re.match(r"_[A-Za-z]", name)}
+
+
+def test_private_names_of_other_libraries_are_known(tmp_path: Path) -> None:
+    """Also those behind another name: `ranks = distributed()`, `ranks.distributed_c10d._get_default_store()`."""
+    assert foreign_private_names(REPOSITORY) == set(FOREIGN)
+    behind = "ranks = distributed()\nstore = ranks.distributed_c10d._get_default_store()\nself._own = 1\nstore._own"
+    root = write_tree(tmp_path, {"core/stream/a.py": behind, "core/stream/b.py": "from torch.x import a, _b as c"})
+    assert foreign_private_names(root) == {"_get_default_store", "_b"}

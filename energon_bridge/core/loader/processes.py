@@ -76,14 +76,19 @@ class SharedMemory(mmap.mmap):
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (DupFd(self.fileno()), len(self))
 
-    def __del__(self) -> None:
-        if getattr(self, "_owner", None) != os.getpid():
+    def __del__(
+        self,
+        process: Callable[[], int] = os.getpid,  # at the interpreter's end `os` may be gone
+        close: Callable[[int], None] = os.close,
+        remove: int | None = getattr(mmap, "MADV_REMOVE", None),
+    ) -> None:
+        if getattr(self, "_owner", None) != process():
             return
         if self._file is not None:
-            os.close(self._file)
+            close(self._file)
         # Workers that were forked later have it too, without using it: the pages go at once, not when they end.
-        if self._made and hasattr(mmap, "MADV_REMOVE"):
-            self.madvise(mmap.MADV_REMOVE)
+        if self._made and remove is not None:
+            self.madvise(remove)
 
 
 def _attached(descriptor: Any, size: int) -> SharedMemory:
@@ -109,12 +114,12 @@ class StackFile:
         """Return its descriptor."""
         return self.number
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end `os` may be gone
         """Close the file in this process."""
         number = self.number
         self.number = -1
         if number >= 0:
-            os.close(number)
+            close(number)
 
     __del__ = close
 

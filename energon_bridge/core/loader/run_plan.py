@@ -530,10 +530,11 @@ def _agree_on_day(day: Any) -> None:
     ranks = distributed()
     if day is None or day.settled or ranks is None:
         return
-    # No collective: ranks plan when they like, and some more often than others.
-    store = ranks.distributed_c10d._get_default_store()
+    # No collective: ranks plan when they like, some more often than others, and some not at all.
+    store_of = getattr(ranks.group.WORLD, "get_group_store", None)  # older torch and MPI have none
+    store = None if store_of is None else store_of()
     first = b"" if store is None else store.compare_set("energon_bridge/today", "", day.today.isoformat())
-    day.settle(date.fromisoformat(first.decode()) if first else day.today)  # MPI has no store
+    day.settle(date.fromisoformat(first.decode()) if first else day.today)
 
 
 _LEAST_SHARE = 64

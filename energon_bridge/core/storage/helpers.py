@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -54,6 +55,13 @@ class PerProcess(Generic[_T]):
 
 class Threads(ThreadPoolExecutor):
     """A pool of threads whose jobs count as running, for `at_rest`."""
+
+    def shutdown(
+        self, wait: bool = True, *, cancel_futures: bool = False, ending: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        """Stop the threads. At the interpreter's end they have stopped, and modules that this needs may be gone."""
+        if not ending():
+            super().shutdown(wait, cancel_futures=cancel_futures)
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Run a function on a thread."""

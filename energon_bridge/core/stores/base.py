@@ -312,15 +312,19 @@ class PartIndex:
             self._pid = os.getpid()
         return self._lock
 
-    def _let_go(self) -> None:
+    def _let_go(
+        self,
+        process: Callable[[], int] = os.getpid,  # at the interpreter's end `os` may be gone
+        inherited: list[sqlite3.Connection] = _INHERITED,
+    ) -> None:
         connection = self._connection
         self._connection = None
         if connection is None:
             return
-        if self._pid == os.getpid():
+        if self._pid == process():
             connection.close()
         else:
-            _INHERITED.append(connection)
+            inherited.append(connection)
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
