@@ -54,7 +54,7 @@ from energon_bridge.tools.report.callback import RunReport
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.trainers.feedback import DoReMi, MixFeedback
 from energon_bridge.trainers.lightning import MixFeedbackCallback
-from energon_bridge.trainers.replica.costs import BatchCost, ColumnCost
+from energon_bridge.trainers.replica.costs import BatchCost
 from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training.callbacks import (
     TIMES,
@@ -249,7 +249,7 @@ def build_data_module(
     settings = asdict(config.data)
     for name in ENCODER_SETTINGS:
         del settings[name]
-    for name in ("attention", "patches", "column_tokens", "column_patches", "warmup"):
+    for name in ("attention", "patches", "warmup"):
         del settings[f"balance_{name}"]
     settings |= settings.pop("settings")
     encoder = training_task_encoder(config.data, bundle)
@@ -292,7 +292,7 @@ def _error_policy(data: DataConfig) -> ErrorPolicy:
     return ErrorPolicy(**given)
 
 
-def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCost | CostWarmup:
+def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | CostWarmup:
     given = data.balance_attention, data.balance_patches
     weights = BatchCost.of_model(bundle.model.config) if None in given else BatchCost()
     attention, patches = (
@@ -300,9 +300,7 @@ def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCo
         for own, computed in zip(given, (weights.attention, weights.patches), strict=True)
     )
     weights = replace(weights, attention=attention, patches=patches)
-    if data.balance_column_tokens is None:
-        return CostWarmup(weights, steps=data.balance_warmup) if data.balance_warmup else weights
-    return ColumnCost(tokens=data.balance_column_tokens, patches=data.balance_column_patches or "0", weights=weights)
+    return CostWarmup(weights, steps=data.balance_warmup) if data.balance_warmup else weights
 
 
 def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:
