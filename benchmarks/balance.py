@@ -7,13 +7,12 @@ Consecutive microbatches are global batches; where the stream that was read is t
 
 For each mix, number of ranks and of microbatches that each runs: the largest cost of a rank over the mean (`step`) and
 the sum of the largest costs of the rounds over the mean (`round`: FSDP and pipelines wait in every round), as they come
-and balanced, means of some global batches, each with the least that an assignment of equally many can have; the step in
-windows of four global batches; the steps of Karmarkar and Karp's differencing with equal counts, as verl and slime have
-it, and of longest first with equal counts; and the processor time to assign a global batch.
+and balanced, means of some global batches, each with the least that an assignment of equally many can have; the steps
+of Karmarkar and Karp's differencing with equal counts, as verl and slime have it, and of longest first with equal
+counts; and the processor time to assign a global batch.
 
 `--run 4` trains instead, on so many processes: each microbatch sleeps for as long as it costs, ranks wait for each
-other after every step, and the time of a step is measured, without balance, with exchange and with own shares, beside
-what costs predict. `--plan 256` measures what each process needs to plan a global batch of so many ranks by columns.
+other after every step, and the time of a step is measured, without balance and with it, beside what costs predict.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ import torch
 import torch.distributed as dist
 
 from energon_bridge import (
-    BatchCost,
-    ColumnCost,
     DefaultTaskEncoder,
     EnergonDataloader,
     Packer,
@@ -44,21 +41,15 @@ from energon_bridge import (
     get_train_dataset,
     make_balance,
 )
-from energon_bridge.core.order.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
-from energon_bridge.core.order.topology import default_num_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
-from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
-from energon_bridge.tools.columns.making import add_column
 from energon_bridge.tools.testing import write_shard
-from energon_bridge.trainers.replica.assignment import Imbalance, assign_microbatches, cut_window, imbalance
-from energon_bridge.trainers.replica.planned import PlanRules, SampleTable
-from energon_bridge.trainers.replica.shares import GlobalBatches, Sharing
+from energon_bridge.trainers.replica.assignment import Imbalance, assign_microbatches, imbalance
 
 SAMPLES, SHARDS, ROW, ROWS_PER_BATCH = 60_000, 12, 8_192, 4
 HIDDEN, PATCH_COST = 4_096, 0.1
 RANKS, ROUNDS = (8, 64, 256, 1024), (1, 2, 4, 8, 32)
-GLOBAL_BATCHES, WINDOW = 8, 4
+GLOBAL_BATCHES = 8
 
 Sizes = dict[str, np.ndarray[Any, np.dtype[np.int64]]]
 Costs = np.ndarray[Any, np.dtype[np.float64]]
@@ -197,7 +188,6 @@ class Figures:
     step_before: float
     step: float
     least_step: float
-    window: float
     round_before: float
     round: float
     least_round: float
@@ -227,8 +217,7 @@ def simulated(costs: Costs, ranks: int, rounds: int) -> Figures:
         after = imbalance(line, assignment)
         others = [imbalance(line, np.array(deal(line, ranks)).T).step for deal in (differencing, longest_first)]
         least = least_of(line, ranks)
-        windows = step_in_windows(costs, rng, number, ranks, rounds)
-        steps = (before.step, after.step, least.step, windows)
+        steps = (before.step, after.step, least.step)
         rows.append((*steps, before.round, after.round, least.round, *others, 1e3 * seconds))
     means = np.mean(rows, 0).tolist()
     return Figures(**dict(zip(Figures.__slots__, means, strict=True)))
@@ -247,29 +236,14 @@ def least_of(costs: Costs, ranks: int) -> Imbalance:
     return Imbalance(step=max(1.0, float(max(steps)) / mean), round=float(line[::ranks].sum()) / mean)
 
 
-def step_in_windows(costs: Costs, rng: np.random.Generator, number: int, ranks: int, rounds: int) -> float:
-    """Return the largest cost of a rank over the mean, in windows of some global batches; a mean of these."""
-    size = ranks * rounds * WINDOW
-    line = costs[number * size : (number + 1) * size]
-    if len(line) < size:
-        line = rng.choice(costs, size)
-    groups = [line[group] for group in cut_window(line, ranks * rounds, number)]
-    # The time of all of its steps over that of even ranks: a step of short microbatches matters less.
-    slowest = sum(imbalance(group, assign_microbatches(group, ranks)).step * group.sum() for group in groups)
-    return float(slowest / line.sum())
-
-
 def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[tuple[str, int, int, Figures]]:
     """Print a line for each mix, number of ranks and of rounds, and return their figures."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "texts"
         write(folder, samples)
-        print(
-            "| microbatches | ranks | rounds | step | balanced | least | windows | round | balanced | least | KK | LF "
-            "| ms |"
-        )
-        print("|---" * 13 + "|")
+        print("| microbatches | ranks | rounds | step | balanced | least | round | balanced | least | KK | LF | ms |")
+        print("|---" * 12 + "|")
         for mix, draw in MIXES.items():
             sizes = draw(np.random.default_rng(7), samples)
             for packed in (True, False):
@@ -281,8 +255,7 @@ def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[t
                         found.append((label, size, accumulation, f))
                         print(
                             f"| {label} | {size} | {accumulation} | {f.step_before:.3f} | {f.step:.3f} | "
-                            f"{f.least_step:.3f} | {f.window:.3f} | {f.round_before:.3f} | {f.round:.3f} | "
-                            f"{f.least_round:.3f} | "
+                            f"{f.least_step:.3f} | {f.round_before:.3f} | {f.round:.3f} | {f.least_round:.3f} | "
                             f"{f.differencing:.3f} | {f.longest_first:.3f} | {f.milliseconds:.2f} |",
                             flush=True,
                         )
@@ -290,11 +263,6 @@ def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[t
 
 
 SECONDS, STEPS, RUN_ROUNDS, WARMUP = 0.1, 10, 4, 2  # seconds of a microbatch of 2,000 tokens
-COST = ColumnCost(
-    tokens="tokens",
-    patches="patches",
-    weights=BatchCost(tokens=1.0, attention=1 / (12 * HIDDEN), patches=PATCH_COST),
-)
 
 
 class Tensors(Sized):
@@ -304,22 +272,12 @@ class Tensors(Sized):
         return {"cost": super().batch(samples), "pixels": torch.zeros(250_000), "__key__": ["batch"]}
 
 
-def with_columns(folder: Path, sizes: Sizes) -> None:
-    """Add a column for each of the sizes."""
-
-    def of_sample(sample: TextSample) -> dict[str, float]:
-        number = int(sample.__key__)
-        return {name: int(column[number]) for name, column in sizes.items()}
-
-    add_column(folder, None, of_sample)
-
-
 def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes, unit: float, answers: Any) -> None:
-    """Train without balance, with exchange and with own shares; give seconds per step, and what the costs predict."""
+    """Train without balance and with it; give seconds per step, and what the costs predict."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     config = WorkerConfig(num_workers=0, num_lanes=4 * ranks, microbatches_per_global_batch=ranks * RUN_ROUNDS)
     found = []
-    for balance in (None, make_balance(lambda batch: batch["cost"]), make_balance(COST, own_share=True)):
+    for balance in (None, make_balance(lambda batch: batch["cost"])):
         dataset = get_train_dataset(
             folder, task_encoder=Tensors(sizes), worker_config=config, batch_size=ROWS_PER_BATCH
         )
@@ -344,12 +302,11 @@ def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes,
 
 
 def run_ranks(ranks: int, samples: int, seconds_of_2000: float = SECONDS) -> list[tuple[float, float]]:
-    """Print and return seconds per step and their prediction: without balance, with exchange, and with own shares."""
+    """Print and return seconds per step and their prediction: without balance, and with it."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         write(Path(name) / "texts", samples)
         sizes = image_mix(np.random.default_rng(7), samples)
-        with_columns(Path(name) / "texts", sizes)
         answers = context.Queue()
         arguments = ranks, Path(name) / "rendezvous", Path(name) / "texts", sizes, seconds_of_2000 / 2_000, answers
         processes = [context.Process(target=trained, args=(rank, *arguments)) for rank in range(ranks)]
@@ -362,53 +319,10 @@ def run_ranks(ranks: int, samples: int, seconds_of_2000: float = SECONDS) -> lis
         f"{ranks} ranks, {RUN_ROUNDS} microbatches each, milliseconds of a step (of these the slowest rank computes):"
     )
     (before, expected_before), *_ = found
-    for name, (seconds, expected) in zip(("without balance", "exchanged", "own shares"), found, strict=True):
+    for name, (seconds, expected) in zip(("without balance", "exchanged"), found, strict=True):
         print(
             f"{name}: {1e3 * seconds:.1f} ({1e3 * expected:.1f}); of the step without balance {seconds / before:.3f}, "
             f"predicted {expected / expected_before:.3f}"
-        )
-    return found
-
-
-def plan_ranks(ranks: int, samples: int, rounds: int = 8, global_batches: int = 20) -> dict[str, float]:
-    """Print and return the processor milliseconds in which a process plans a global batch, over so many samples."""
-    group = ranks * rounds
-    lanes = default_num_lanes(ranks, group)
-    sizes = image_mix(np.random.default_rng(7), samples)
-    tokens = sizes["tokens"].astype(np.int32)
-    costs = (tokens * 2**16).astype(np.int32)  # of tokens alone; the work is the same
-    found = {}
-    for packed in (False, True):
-        packer: Packer[Any] = Packer(limits={"tokens": ROW}, size_of=int)
-        order = LeafOrder(
-            num_samples=samples,
-            num_lanes=lanes,
-            key=1,
-            slice_length=slice_length(samples, lanes, 1 if packed else ROWS_PER_BATCH, None),
-            shuffle_buffer_size=100,
-            parallel_shard_iters=DEFAULT_PARALLEL_SHARD_ITERS,
-        )
-        leaf = Leaf(identity="0", dataset=None, order=order)  # type: ignore[arg-type]  # only its order is looked at
-        rules = PlanRules(
-            leaves=(leaf,),
-            blend=None,
-            tables=(SampleTable(added=costs, sizes=tokens[:, None]),),
-            rows=1 if packed else ROWS_PER_BATCH,
-            packer=packer if packed else None,
-            buffer_size=100 if packed else 0,
-        )
-        sharing = Sharing(group=group, window=1, tables=rules.tables, unit=1.0, packer=rules.packer, settings={})
-        batches = GlobalBatches(sharing, rules, lanes, ranks, 0, {}, 0)
-        batches.next_window()  # lanes begin
-        start, drawn = time.process_time(), 0
-        for _ in range(global_batches):
-            (shared,) = batches.next_window()
-            drawn += sum(len(batch.members) for turn in shared.runs for batch in turn)
-        label = "packs" if packed else f"{ROWS_PER_BATCH} rows"
-        found[label] = 1e3 * (time.process_time() - start) / global_batches
-        print(
-            f"{ranks} ranks x {rounds} microbatches, {label}: {found[label]:.1f} ms of a processor to plan a global "
-            f"batch of {drawn // global_batches} samples"
         )
     return found
 
@@ -419,11 +333,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of each mix")
     parser.add_argument("--run", type=int, metavar="RANKS", help="train on so many processes instead")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="with --run: of a microbatch of 2,000 tokens")
-    parser.add_argument("--plan", type=int, metavar="RANKS", help="measure planning for so many ranks instead")
     arguments = parser.parse_args()
-    if arguments.plan:
-        plan_ranks(arguments.plan, 100 * arguments.samples)
-        return
     if arguments.run:
         run_ranks(arguments.run, arguments.samples, arguments.seconds)
         return

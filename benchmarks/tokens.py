@@ -24,12 +24,14 @@ from energon_bridge.core.order.blend import WeightedBlend
 from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.choose import AnyBlend, Chooser, Standing, plain_cursors
 from energon_bridge.core.order.leaf import LeafOrder, slice_length
-from energon_bridge.core.stream.state import LaneState
+from energon_bridge.core.stream.conventions import Conventions
+from energon_bridge.core.stream.pack_buffer import PackBuffer, PackRules
+from energon_bridge.core.stream.state import NOTHING_HELD
 from energon_bridge.models.packing.packing import Packer
 from energon_bridge.tools.columns.amounts import AmountBlend, Amounts
-from energon_bridge.trainers.replica.planned import PlannedLane, PlanRules, SampleTable
 
 DATASETS, SAMPLES, WINDOW, DRAWS = 10, 20_000, 1_000_000, 1_000_000
+BUFFER = 64
 
 
 @dataclass(frozen=True)
@@ -93,17 +95,31 @@ def drawn(leaves: list[PlanLeaf], blend: AnyBlend, lanes: int) -> Iterator[np.nd
 
 def packed(leaves: list[PlanLeaf], blend: AnyBlend, lanes: int, limit: int) -> Iterator[np.ndarray]:
     """Give leaf and sample of the packs of all lanes, pack by pack."""
-    tables = tuple(
-        SampleTable(added=np.zeros(SAMPLES, dtype=np.int32), sizes=(leaf.amounts.of_samples // 1024)[:, None])
-        for leaf in leaves
-    )
     packer: Packer[Any] = Packer(limits={"tokens": limit}, size_of=lambda sample: sample)
-    rules: Any = PlanRules(leaves=leaves, blend=blend, tables=tables, rows=1, packer=packer, buffer_size=64)  # type: ignore[arg-type]
     cursors = plain_cursors(leaves)
-    planned = [PlannedLane(lane, rules, cursors, LaneState.fresh(DATASETS)) for lane in range(lanes)]
+    choosers = [Chooser(cursors, blend, lane, Standing(0, [0] * DATASETS)) for lane in range(lanes)]
+    packs = [packs_of_lane(leaves, chooser, packer, lane) for lane, chooser in enumerate(choosers)]
     while True:
-        for lane in planned:
-            yield lane.next().members[:, :2]
+        yield from map(next, packs)
+
+
+def packs_of_lane(
+    leaves: list[PlanLeaf], chooser: Chooser[Any], packer: Packer[Any], lane: int
+) -> Iterator[np.ndarray]:
+    """Give leaf and sample of the packs of a lane, selected as the engine does (`pack_buffer.py`)."""
+    tokens = np.stack([leaf.amounts.of_samples // 1024 for leaf in leaves])
+    rules = PackRules()
+    buffer = PackBuffer(BUFFER, NOTHING_HELD, rules.first_target(Conventions(), lane, BUFFER), rules)
+    while True:
+        while not len(buffer.sizes):
+            if missing := buffer.missing(0, 0):
+                buffer.add(chooser.picks(missing).members)
+            sizes = tokens[buffer.members[:, 0], buffer.members[:, 1]]
+            buffer.keep(~buffer.select(packer.pack(sizes[:, None])))
+        _, members = buffer.take(1)
+        yield members[:, :2]
+        if more := buffer.share(1, 0):
+            buffer.add(chooser.picks(more).members)
 
 
 def worst(leaves: list[PlanLeaf], stream: Iterator[np.ndarray], draws: int) -> tuple[float, float]:

@@ -267,7 +267,6 @@ from .trainers.replica import (
 )
 from .trainers.replica.costs import (
     BatchCost as BatchCost,
-    ColumnCost as ColumnCost,
     attention_pairs as attention_pairs,
     cost_limit as cost_limit,
     num_tokens as num_tokens,

@@ -132,8 +132,7 @@ class EnergonMultiModalDataModule(_Base):
         balance: `global_batch`: the data-parallel ranks share each global batch of training out, so that all have the
             same work (see `make_balance`). It needs `global_batch_size`; all processes must ask for the data in the
             same order; states exist after whole global batches only. `none`: each rank runs what it loads.
-        balance_cost: A function of a batch, default `BatchCost()`, its tokens; or a `ColumnCost`: see `make_balance`.
-        balance_window: Global batches that are cut again together, by cost (`make_balance`); 1: none is.
+        balance_cost: A function of a batch, default `BatchCost()`, its tokens: see `make_balance`.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
 
     The others are those of `get_train_dataset` (from `batch_drop_last` on; those that `get_val_dataset` has are for
@@ -175,7 +174,6 @@ class EnergonMultiModalDataModule(_Base):
         replica_loading: ReplicaLoading = "every_rank",
         balance: BalanceMode = "none",
         balance_cost: Callable[[Any], float] | None = None,
-        balance_window: int = 1,
         stage_keys: StageKeys | None = None,
         validate_each_dataset: bool = False,
         # Of `get_train_dataset` and `get_val_dataset`.
@@ -309,7 +307,6 @@ class EnergonMultiModalDataModule(_Base):
         self.replica_loading = replica_loading
         self.balance = balance
         self.balance_cost = balance_cost or BatchCost()
-        self.balance_window = balance_window
         for name, least in _NUMBERS.items():
             where = f"EnergonMultiModalDataModule: {name}"
             setattr(self, name, check_number(where, getattr(self, name), least, optional=name not in _NEEDED))
@@ -553,7 +550,6 @@ class EnergonMultiModalDataModule(_Base):
                 self.balance_cost,
                 pg_collection=self.pg_collection,
                 replica=self.replica,
-                window=self.balance_window,
                 data_group=self._mesh_group(),
             )
         return self._balance
@@ -653,7 +649,7 @@ class EnergonMultiModalDataModule(_Base):
         return self.global_batch_size // self.micro_batch_size
 
 
-_NEEDED = {"seq_length": 1, "micro_batch_size": 1, "num_workers": 0, "balance_window": 1}
+_NEEDED = {"seq_length": 1, "micro_batch_size": 1, "num_workers": 0}
 _NUMBERS = {**_NEEDED, "global_batch_size": 1, "num_val_workers": 0, "decoder_seq_length": 1}
 """The least of the numbers that the module keeps; the needed ones cannot be None."""
 

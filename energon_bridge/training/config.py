@@ -128,13 +128,8 @@ class DataConfig:
         balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; null: by the
             model's configuration (`BatchCost.of_model`).
         balance_patches: Cost of an image patch, where a token costs 1; null: by the model's configuration.
-        balance_column_tokens: Column of the dataset with the tokens of a sample, or an expression of columns. Every
-            rank then plans the global batch by itself and loads only what it runs (`ColumnCost`); null: ranks exchange.
-        balance_column_patches: The same for image patches; null: none.
         balance_warmup: Optimizer steps, after the first five, whose microbatches are timed on all ranks; from then on
             their costs are fitted to these times (`CostWarmup`). 0: costs stay as they are. Needs trainer=lightning.
-        balance_window: Global batches whose microbatches are cut again into batches of microbatches with similar costs;
-            1: global batches stay as they are.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
         max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into this number,
@@ -171,10 +166,7 @@ class DataConfig:
     balance: str = "none"
     balance_attention: float | None = None
     balance_patches: float | None = None
-    balance_column_tokens: str | None = None
-    balance_column_patches: str | None = None
     balance_warmup: int = 0
-    balance_window: int = 1
     packing_buffer_size: int | None = None
     max_tokens_per_microbatch: int | None = None
     packing_max_samples: int | None = None
@@ -352,7 +344,7 @@ class FeedbackConfig:
 _POSITIVE = """
     data.micro_batch_size data.global_batch_size data.seq_length data.packing_buffer_size data.packing_max_samples
     data.packing_max_images data.max_tokens_per_microbatch data.min_pixels data.max_pixels data.max_num_images
-    data.max_num_frames data.max_video_tokens data.balance_window train.max_steps train.log_interval
+    data.max_num_frames data.max_video_tokens train.max_steps train.log_interval
     validation.max_new_tokens parallel.tp parallel.pp parallel.cp
 """
 _NOT_NEGATIVE = {
@@ -445,22 +437,14 @@ class RunConfig:
                 yield (
                     f"data.{name}={value} is a cost of batches, but nothing is balanced: set data.balance=global_batch"
                 )
-        for name in ("balance_column_tokens", "balance_warmup"):
-            if data.balance == "none" and getattr(data, name):
-                yield f"data.{name} is set, but nothing is balanced: set data.balance=global_batch"
-        unfit = {
-            "trainer=megatron, whose schedule runs the microbatches of a step together": self.trainer == "megatron",
-            "data.balance_column_tokens, by which ranks plan before anything is timed": data.balance_column_tokens,
-            "data.balance_window, by whose costs global batches are cut": data.balance_window > 1,
-        }
-        for what, given in unfit.items():
-            if data.balance_warmup > 0 and given:
-                yield (
-                    f"data.balance_warmup={data.balance_warmup} does not go with {what}: set balance_attention and "
-                    "balance_patches to what `energon bench --fit-cost` prints"
-                )
-        if data.balance_column_patches is not None and data.balance_column_tokens is None:
-            yield "data.balance_column_patches needs data.balance_column_tokens, the column of tokens"
+        if data.balance == "none" and data.balance_warmup:
+            yield "data.balance_warmup is set, but nothing is balanced: set data.balance=global_batch"
+        if data.balance_warmup > 0 and self.trainer == "megatron":
+            yield (
+                f"data.balance_warmup={data.balance_warmup} does not go with trainer=megatron, whose schedule runs the "
+                "microbatches of a step together: set balance_attention and balance_patches to what `energon bench "
+                "--fit-cost` prints"
+            )
 
     def _wrong_packing(self) -> Iterator[str]:
         data = self.data

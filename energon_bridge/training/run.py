@@ -45,7 +45,7 @@ from energon_bridge.tools.report.callback import RunReport
 from energon_bridge.trainers.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.trainers.feedback import DoReMi, MixFeedback
 from energon_bridge.trainers.lightning import MixFeedbackCallback
-from energon_bridge.trainers.replica.costs import BatchCost, ColumnCost
+from energon_bridge.trainers.replica.costs import BatchCost
 from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training.callbacks import (
     TIMES,
@@ -246,7 +246,6 @@ def build_data_module(
         replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
         balance=cast(BalanceMode, data.balance),
         balance_cost=None if data.balance == "none" else _balance_cost(data, bundle),
-        balance_window=data.balance_window,
         validate_each_dataset=config.validation.each_dataset,
         max_tokens_per_microbatch=data.max_tokens_per_microbatch,
         trust_remote_code=data.trust_remote_code,
@@ -278,7 +277,7 @@ def _error_policy(data: DataConfig) -> ErrorPolicy:
     return ErrorPolicy(**given)
 
 
-def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCost | CostWarmup:
+def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | CostWarmup:
     given = data.balance_attention, data.balance_patches
     weights = BatchCost.of_model(bundle.model.config) if None in given else BatchCost()
     attention, patches = (
@@ -286,9 +285,7 @@ def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCo
         for own, computed in zip(given, (weights.attention, weights.patches), strict=True)
     )
     weights = replace(weights, attention=attention, patches=patches)
-    if data.balance_column_tokens is None:
-        return CostWarmup(weights, steps=data.balance_warmup) if data.balance_warmup else weights
-    return ColumnCost(tokens=data.balance_column_tokens, patches=data.balance_column_patches or "0", weights=weights)
+    return CostWarmup(weights, steps=data.balance_warmup) if data.balance_warmup else weights
 
 
 def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:

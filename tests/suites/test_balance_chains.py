@@ -1,6 +1,6 @@
-"""Chains of stops with balance: by exchange, by own shares, in windows, and without, against an uninterrupted run.
+"""Chains of stops with balance and without, against an uninterrupted run.
 
-A chain is drawn from a seed and a number. Its legs have ranks, workers and ways of balancing of their own; the state
+A chain is drawn from a seed and a number. Its legs have ranks, workers and balance, or none, of their own; the state
 passes from one to the next. Every global batch must have the microbatches of the run on one rank; where a leg is run
 again from the same state on the same ranks, every rank must run the same. All ranks are in this process: those that
 exchange are threads. `ENERGON_CHAINS` sets how many, `ENERGON_CHAIN_SEED` which.
@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import CODECS
-from engine import InProcessLoader, loaders_of
+from engine import InProcessLoader, digest, loaders_of
 from mixing import metadataset
-from sharing import COST, Seen, Sized, seen, sets_of, write_sized
+from sized import Sized, sets_of, write_sized
 
 from energon_bridge import EnergonError, get_train_dataset
 from energon_bridge.core.loader.document import read_lanes
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.run_plan import DatasetSpec
-from energon_bridge.trainers.replica import balance as balance_module
+from energon_bridge.trainers.replica import balance as balance_module, balanced as balanced_module
 from energon_bridge.trainers.replica.balance import Balance, balanced
 from energon_bridge.trainers.replica.exchange import Move, unpack
 
@@ -45,6 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     logger.setLevel(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(balance_module, "Peers", ThreadPeers)
+        patch.setattr(balanced_module, "Peers", ThreadPeers)
         yield write_sized(tmp_path_factory.mktemp("sized"))
     logger.setLevel(level)
 
@@ -103,7 +104,7 @@ class ThreadPeers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    mode: str
+    balanced: bool
     ranks: int
     workers: int
     steps: int
@@ -121,8 +122,6 @@ class Chain:
     group: int
     lanes: int
     seed: int
-    window: int
-    bad: tuple[int, ...]
     legs: tuple[Leg, ...]
 
 
@@ -149,11 +148,6 @@ def drawn(seed: int, number: int) -> Chain:
     rng = random.Random(f"{seed} {number}")
     tree, weighs = drawn_tree(rng)
     group, lanes = rng.choice([(4, 8), (8, 24), (12, 24), (8, 12), (12, 12), (8, 4)])
-    window = rng.choice([1, 1, 1, 2, 3])
-    bad = (7, 20) if rng.random() < 0.25 else ()
-    modes = ["none", "exchange", "share", "share"]
-    if window > 1 or bad:  # which microbatches a window has depends on the costs, and what is left out on the mode
-        modes = [rng.choice(["exchange", "share", "share"])] if not bad else ["share"]
     sizes = [size for size in range(1, 13) if group % size == 0 and lanes % size == 0]
     packs = rng.random() < 0.4
     legs = []
@@ -161,7 +155,7 @@ def drawn(seed: int, number: int) -> Chain:
         kind = rng.choice(["weights", "ban"]) if weighs else "ban"
         legs.append(
             Leg(
-                mode=rng.choice(modes),
+                balanced=rng.random() < 0.7,
                 ranks=rng.choice(sizes),
                 workers=rng.randint(0, 3),
                 steps=rng.randint(1, 4),
@@ -173,7 +167,7 @@ def drawn(seed: int, number: int) -> Chain:
             )
         )
     settings = {
-        "batch_size": rng.randint(2, 4) if bad else rng.randint(1, 4),
+        "batch_size": rng.randint(1, 4),
         "shuffle_buffer_size": rng.choice([0, 5, 30]),
         "max_samples_per_sequence": rng.choice([None, 4]),
         "parallel_shard_iters": rng.choice([None, 3]),
@@ -185,8 +179,6 @@ def drawn(seed: int, number: int) -> Chain:
         group=group,
         lanes=lanes,
         seed=rng.randrange(9),
-        window=window,
-        bad=bad,
         legs=tuple(legs),
     )
 
@@ -195,29 +187,22 @@ def opened(data: Path, chain: Chain, leg: Leg, dataset: DatasetSpec) -> list[Any
     """Open the loaders of all ranks of a leg."""
     config = {"num_lanes": chain.lanes, "microbatches_per_global_batch": chain.group, "seed": chain.seed}
     loaders = loaders_of(dataset, leg.ranks, leg.workers, kind=LockedLoader, prefetch_factor=leg.prefetch, **config)
-    if leg.mode == "none":
+    if not leg.balanced:
         return loaders
     meeting = Meeting(leg.ranks)
-    exchanges = leg.mode == "exchange"
-    found = []
-    for rank, loader in enumerate(loaders):
-        group = (meeting, rank) if exchanges else None
-        cost = seen_cost if exchanges else COST
-        balance = Balance(cost=cost, group=group, window=chain.window, own_share=None if exchanges else True)
-        found.append(balanced(loader, balance))
-    return found
+    return [balanced(loader, Balance(cost=seen_cost, group=(meeting, rank))) for rank, loader in enumerate(loaders)]
 
 
 def seen_cost(batch: Any) -> float:
     return float(sum(len(noise) ** 2 for noise in batch.noise))
 
 
-def delivered(loaders: list[Any], group: int, steps: int) -> list[list[list[Seen]]]:
+def delivered(loaders: list[Any], group: int, steps: int) -> list[list[list[str]]]:
     """Let all ranks run some global batches, each in a thread of its own; shape (global batches, ranks, rounds)."""
     count = group // len(loaders)
 
-    def run(loader: Any) -> list[Seen]:
-        return [seen(loader.deliver()) for _ in range(steps * count)]
+    def run(loader: Any) -> list[str]:
+        return [digest(loader.deliver()) for _ in range(steps * count)]
 
     with ThreadPoolExecutor(len(loaders)) as pool:
         columns = list(pool.map(run, loaders))
@@ -235,7 +220,7 @@ def change(loaders: list[Any], kind: str, start: int) -> None:
 def run_chain(data: Path, chain: Chain) -> None:
     """Run a chain and its reference, and compare them."""
     mix = metadataset(data, train=chain.tree)
-    dataset = get_train_dataset(mix, task_encoder=Sized(chain.bad), **chain.settings)
+    dataset = get_train_dataset(mix, task_encoder=Sized(), **chain.settings)
     found: list[list[str]] = []
     changes: dict[int, tuple[str, int, int]] = {}
     ends: dict[int, Any] = {}
@@ -243,11 +228,10 @@ def run_chain(data: Path, chain: Chain) -> None:
     for leg in chain.legs:
         loaders = opened(data, chain, leg, dataset)
         codec = CODECS[leg.codec]
-        whole = not found or len(found) % chain.window == 0
         states = [] if state is None else [codec(one) for one in ([merge(state)] if leg.merged else state)]
         for loader in loaders if states else ():
             loader.restore_state_rank(states)
-        if leg.change is not None and whole and state is not None:
+        if leg.change is not None and state is not None:
             kind, later = leg.change
             changes[len(found)] = kind, later, earliest(state, chain.lanes) + later
             change(loaders, kind, changes[len(found)][2])
@@ -266,14 +250,14 @@ def run_chain(data: Path, chain: Chain) -> None:
         found += sets_of(ran)
         ends[len(found)] = read_lanes(merge(state))
     one = Leg(
-        mode="none" if chain.window == 1 and not chain.bad else chain.legs[0].mode, ranks=1, workers=0, prefetch=1,
-        steps=len(found), codec="plain", merged=False, change=None, again=False,
+        balanced=False, ranks=1, workers=0, prefetch=1, steps=len(found),
+        codec="plain", merged=False, change=None, again=False,
     )  # fmt: skip
     reference = opened(data, chain, one, dataset)
     expected: list[list[str]] = []
     for number, one_set in enumerate([*found, None]):
         state = [loader.save_state_rank() for loader in reference]
-        if number in ends and chain.window == 1:  # within a window, states have the lanes at its beginning
+        if number in ends:
             assert ends[number] == read_lanes(state[0]), f"lanes after global batch {number}"
         if number in changes:
             kind, later, start = changes[number]

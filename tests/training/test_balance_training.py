@@ -34,7 +34,6 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
-from energon_bridge.tools.columns.making import add_column
 from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training import run as training
@@ -45,20 +44,13 @@ from energon_bridge.training.run_model import load_bundle
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
 BALANCED = ("data.balance=global_batch", "data.balance_attention=0.01", "data.balance_patches=0.1")
-COLUMN = "data.balance_column_tokens=letters"
 GLOBAL = ("data.micro_batch_size=1", "data.global_batch_size=8", "train.max_steps=3", "validation.limit_batches=1")
 GLOBAL += ("train.time_microbatches=4",)
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=24, num_val=5)
-    add_column(path, "letters", letters_of, raw=True)
-    return path
-
-
-def letters_of(sample: dict[str, Any]) -> int:
-    return len(sample["txt"])
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=24, num_val=5)
 
 
 def losses(config: Any) -> list[float]:
@@ -77,24 +69,16 @@ def test_megatron_core_learns_the_same(dataset: Path, tmp_path: Path) -> None:
     assert times(plain) == 1  # of a step, after two
 
 
-def test_lightning_learns_the_same_and_windows_cut_global_batches_again(dataset: Path, tmp_path: Path) -> None:
+def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
     def configured(name: str, *overrides: str) -> Any:
         return configuration(dataset, tmp_path / name, *GLOBAL, *overrides, "trainer=lightning")
 
-    configs = (
-        configured("plain"),
-        configured("balanced", *BALANCED),
-        configured("own", *BALANCED, COLUMN),
-        configured("windows", *BALANCED, COLUMN, "data.balance_window=3"),
-    )
-    before, after, own, windows = (run_on_two_ranks(config) for config in configs)
+    configs = (configured("plain"), configured("balanced", *BALANCED))
+    before, after = (run_on_two_ranks(config) for config in configs)
     assert before != after  # the ranks have exchanged something
-    assert before != own
-    assert whole(before) == whole(after) == whole(own) != whole(windows)
-    assert sorted(key for keys in own for key in keys) == sorted(key for keys in windows for key in keys)
-    plain, balanced, owned = map(losses, configs[:3])
+    assert whole(before) == whole(after)
+    plain, balanced = map(losses, configs)
     assert balanced == pytest.approx(plain, rel=1e-5)
-    assert owned == pytest.approx(plain, rel=1e-5)
     assert len(plain) == 3
     assert times(configs[0]) == 1  # after ten, and not the last one of a step
 
@@ -102,14 +86,9 @@ def test_lightning_learns_the_same_and_windows_cut_global_batches_again(dataset:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((COLUMN,), "data.balance_column_tokens is set, but nothing is balanced"),
-        ((*BALANCED, "data.balance_column_patches=patches"), "needs data.balance_column_tokens"),
-        ((*BALANCED, "data.balance_window=0"), "data.balance_window must be at least 1, got 0"),
         (("data.balance_warmup=2",), "data.balance_warmup is set, but nothing is balanced"),
         ((*BALANCED, "data.balance_warmup=-1"), "data.balance_warmup must be at least 0, got -1"),
         ((*BALANCED, "data.balance_warmup=2", "trainer=megatron"), "does not go with trainer=megatron"),
-        ((*BALANCED, "data.balance_warmup=2", "trainer=lightning", COLUMN), "does not go with data.balance_column_to"),
-        ((*BALANCED, "data.balance_warmup=2", "trainer=lightning", "data.balance_window=3"), "cut: set balance_att"),
     ],
 )
 def test_settings_that_make_no_sense(overrides: tuple[str, ...], message: str, dataset: Path, tmp_path: Path) -> None:

@@ -24,9 +24,8 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
 *held* is the number of rows of each lane that wait to be packed or batched; the columns of their arrays follow, lane
 after lane (`stream/state.py`). A rank's state holds that rank's lanes and its own counts; states of several ranks merge
 into one (`fits.py`). The lanes tell which ranks a state covers; a finite stream has no lanes, so its states name the
-ranks. *Parked* leaves were once in the mix and were removed on a resume; their positions are kept. With windows of
-balance (`trainers/replica/shares.py`) the settings have `balance_window`, and the lanes stand at the beginning of the
-window in which microbatch m0 lies. The checksum is that of the rest as JSON with sorted keys.
+ranks. *Parked* leaves were once in the mix and were removed on a resume; their positions are kept. The
+checksum is that of the rest as JSON with sorted keys.
 
 All states enter through `read`, which checks everything: the checksum, the presence, types, lengths and ranges of all
 fields, and that waiting references name samples that exist. Nothing is unpacked beyond the length that the rest of the

@@ -36,9 +36,6 @@ _AFFECTED = {
     "pixels": "the values of pixels",
     "pixels_dtype": "the type of pixels",
     "today": "the date that the chat template writes",
-    "balance_window": "which samples a global batch has",
-    "balance_window_of": "which samples a global batch has",
-    "balance_window_cost": "which samples a global batch has",
 }
 """What a setting changes, for those that change something other than the order."""
 
@@ -48,10 +45,8 @@ _ALSO = {
 }
 """Where else a setting can be set."""
 
-WINDOWS = "balance_window"
-"""The setting with the number of global batches in a window; names of further window settings begin with it."""
-ABSENT = {WINDOWS: 1}
-"""The value of a setting that a state or run lacks, if not None."""
+_WINDOWS = ("balance_window", "balance_window_of", "balance_window_cost")
+"""Settings of runs whose global batches were once cut from several together, by cost (see `_check_windows`)."""
 _OF_THE_STATE = ("packing_buffers",)
 """Settings that a run keeps from its beginning, like its lanes."""
 _OF_THE_MIX = ("mode", "schedule", "shuffle", "unit", "unit_values")
@@ -75,9 +70,11 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
     if not adapt and [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
         _refuse_split(saved_leaves, leaves)
     difference = diff_leaves(saved_leaves, leaves)
+    _check_windows(saved)
     of_the_mix = []
-    for name in sorted(settings.keys() | saved.settings.keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
-        then, now = (of.get(name, ABSENT.get(name)) for of in (saved.settings, settings))
+    names = (settings.keys() | saved.settings.keys()) - {*_WINDOWS}
+    for name in sorted(names, key=lambda n: (n not in _SETTING_ERRORS, n)):
+        then, now = (of.get(name) for of in (saved.settings, settings))
         # States of earlier versions have no day.
         if then == now or name in _OF_THE_STATE or (name == "today" and None in (then, now)):
             continue
@@ -95,6 +92,23 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
             "new run"
         )
     return difference + of_the_mix
+
+
+def _check_windows(saved: SavedRun) -> None:
+    """Raise for a state within a window of balance, whose lanes stand at the beginning of the window.
+
+    At the end of one they stand where the run does, and it goes on without windows.
+    """
+    window, group, _ = (saved.settings.get(name) for name in _WINDOWS)
+    span = (window or 1) * (group or 1)
+    if window is None or not saved.microbatches % span:
+        return
+    raise SettingMismatchError(
+        f"the state was saved with balance_window={window}: its global batches of {group} microbatches were cut from "
+        f"{window} together, which this version does not do, and at microbatch {saved.microbatches} it is between "
+        f"them. Take a state saved after a multiple of {span} microbatches (every {window} optimizer steps), which "
+        "goes on with balance or without, or start a new run"
+    )
 
 
 def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:

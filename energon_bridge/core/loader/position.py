@@ -56,7 +56,7 @@ class Position:
         microbatches: Microbatches delivered by the whole run; for a finite stream, in this pass.
         epoch: Completed passes of a finite stream.
         epoch_steps: Delivered steps of the virtual epoch.
-        lanes: The state of each lane that the mode needs, after as many microbatches as it says (`Mode.begin`).
+        lanes: The state of each lane that the mode needs.
         mode: How the microbatches of the rank follow one another.
         counts: The `COLUMNS` of leaves on this rank: restored counts plus what it has delivered since.
     """
@@ -116,11 +116,6 @@ class Position:
         """Go to the beginning of a finite stream or of its next pass."""
         self.epoch += self.plan.data.shuffled
         self.microbatches = self.epoch_steps = 0
-
-    def follow(self, mode: Mode, settings: Mapping[str, Any]) -> None:
-        """Go on in another mode, from the beginning of the run or from the next state that is restored."""
-        self.mode = mode
-        self.plan = dataclasses.replace(self.plan, recorded=self.plan.recorded | dict(settings))
 
     def stream(self, watchdog: WatchdogSettings | None = None, worker: WorkerFacts | None = None) -> Stream:
         """Return what makes the units of this process from here on (see `open_pipeline`)."""
@@ -351,7 +346,7 @@ class Position:
         lanes = saved.lanes
         ownership = Ownership(num_lanes, config.dp_size, microbatches)
         needed = self.mode.needed_lanes(ownership, config.dp_rank)
-        check_lanes(lanes, needed, self.mode.begin(microbatches), num_lanes)
+        check_lanes(lanes, needed, microbatches, num_lanes)
         if config.num_lanes not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
         if difference:
@@ -461,7 +456,7 @@ class Mode:
     """How the microbatches of a rank follow one another, and what of the run the rank needs for that.
 
     This one is that of an endless run: each rank goes round its own lanes, with masked microbatches if the ranks do not
-    divide the lanes. Others override what differs; other products bring further ones (`trainers/replica/shares.py`).
+    divide the lanes. The other one overrides what differs.
     Where the rank is stands in its position, `at`; a copy of both goes to each worker.
 
     Attributes:
@@ -502,10 +497,6 @@ class Mode:
         """Return the microbatches that the run delivers in a step."""
         return at.ownership.step_size(at.microbatches)
 
-    def begin(self, microbatches: int) -> int:
-        """Return the microbatch that the lanes in the position are at after so many were delivered."""
-        return microbatches
-
     def needed_lanes(self, ownership: Ownership, rank: int) -> range:
         """Return the lanes whose states a rank needs to continue."""
         return ownership.lanes_of(rank)
@@ -516,16 +507,15 @@ class Mode:
         lanes = at.plan.num_lanes
         at.microbatches = first_microbatch(step, num_lanes=lanes, world_size=ranks)
         at.ownership = Ownership(lanes, ranks, at.microbatches)
-        begin = self.begin(at.microbatches)
         at.lanes = {}
         for lane in self.needed_lanes(at.ownership, at.plan.config.dp_rank):
-            microbatches = microbatches_before(lane, begin, lanes)
+            microbatches = microbatches_before(lane, at.microbatches, lanes)
             if at.plan.data.buckets is not None:
                 draws = cast(BucketBlend, at.plan.blend).leaf_draws(lane, microbatches)
                 at.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
                 continue
             sharers = lanes // at.plan.streams
-            dealt = begin // lanes * sharers * at.plan.data.rows if sharers > 1 else 0
+            dealt = at.microbatches // lanes * sharers * at.plan.data.rows if sharers > 1 else 0
             first = dealt or microbatches * at.plan.data.rows
             there = standing(at.plan.leaves, at.plan.blend, lane % at.plan.streams, first)
             sums = tuple(there.sums)

@@ -128,7 +128,6 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self._resumed = False
         self._pass = 0
         self._used_last: object = None  # the mark of an iterator, which itself would form a circle
-        self.note: Any = None  # of the microbatch delivered last (`LaneBatch.note`)
         self._seconds = [0.0] * (3 + len(REQUESTS))
         self._steps = 0
         self._epoch_length = dataset.epoch_length(config.dp_size)
@@ -194,7 +193,6 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                 return self._masked()
             item = self._taken()
             mode.take(position, item)
-            self.note = item.note
             position.advance()
             position.counts.add(item.counts)
             if not position.ownership.even:
@@ -298,11 +296,6 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     def microbatches(self) -> int:
         """Microbatches that the whole run has delivered; of a finite stream, in this pass."""
         return self._position.microbatches
-
-    def follow(self, mode: Mode, settings: Mapping[str, Any]) -> None:
-        """Go on in another mode (see `Position.follow`); all ranks must do so, before the first batch."""
-        self._position.follow(mode, settings)
-        self._stop()
 
     @property
     def make_seconds(self) -> float:

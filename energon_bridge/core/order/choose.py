@@ -245,9 +245,9 @@ class Cursors(Generic[R]):
                 cursor.drop()
 
 
-def plain_cursors(leaves: Sequence[OrderedLeaf], *, together: int = 1, most: int = _OPEN_ROUNDS) -> Cursors[Round]:
+def plain_cursors(leaves: Sequence[OrderedLeaf], *, together: int = 1) -> Cursors[Round]:
     """Return cursors that keep the rounds and nothing else."""
-    return Cursors(leaves, lambda _, rounds: rounds, together=lambda _: together, most=most)
+    return Cursors(leaves, lambda _, rounds: rounds, together=lambda _: together)
 
 
 class Chooser(Generic[R]):

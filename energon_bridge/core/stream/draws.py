@@ -21,7 +21,7 @@ from energon_bridge.core.errors import EmptyDatasetError
 from energon_bridge.core.order.choose import AnyBlend, Chooser, Picks
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, named
-from energon_bridge.core.stream.pipeline import PendingLoads, PickedLoad, Pipeline, SampleColumns
+from energon_bridge.core.stream.pipeline import PendingLoads, Pipeline, SampleColumns, load_picks
 from energon_bridge.core.stream.reader import DrawSpan
 from energon_bridge.core.stream.state import COLUMNS, Counts, LaneState, SampleRef, as_members
 from energon_bridge.core.stream.user_code import BegunDraw
@@ -397,7 +397,7 @@ def reencode(
     for low in range(0, len(gone), at_once):
         part = deque(gone[low : low + at_once])
         refs = as_members([row.members[0] for row in part])
-        loads = PickedLoad(pipeline, Picks(refs)).start() if loading is None else loading
+        loads = load_picks(pipeline, Picks(refs)) if loading is None else loading
         while len(loads):
             loaded = loads.take()
             for key, sample, size in zip(loaded.keys, loaded.samples, loaded.sizes, strict=True):
@@ -514,7 +514,7 @@ def _restore_one(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
             f"restore key {key!r}: sample {index} belongs to a dataset that this loader does not read, or whose "
             f"content has changed (identity {identity!r}). It reads {known}"
         )
-    loaded = PickedLoad(pipeline, Picks(as_members([SampleRef(leaf, index, epoch, 0)]))).start().take()
+    loaded = load_picks(pipeline, Picks(as_members([SampleRef(leaf, index, epoch, 0)]))).take()
     encoded = pipeline.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
     if output >= len(encoded):
         why = "".join(f": {report}" for report in pipeline.judge.taken())

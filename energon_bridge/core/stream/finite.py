@@ -24,7 +24,7 @@ from energon_bridge.core.stream.conventions import PassOrder, attach
 from energon_bridge.core.stream.draws import SAMPLE, BatchRow, batch_rows, encode_rows, reencode
 from energon_bridge.core.stream.grouping import Groups
 from energon_bridge.core.stream.pack_buffer import pack_rows, post_encoded, select_packs
-from energon_bridge.core.stream.pipeline import PendingLoads, PickedLoad, Pipeline
+from energon_bridge.core.stream.pipeline import PendingLoads, Pipeline, load_picks
 from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, LaneBatch, SampleRef, Stage, as_members
 
 _SKIPPED = COUNTERS.index("skipped")
@@ -86,7 +86,7 @@ class PassRows:
     def prepare(self, start: int, stop: int) -> None:
         """Start loading rows [start, stop)."""
         if start not in self._ahead:
-            self._ahead[start] = PickedLoad(self._pipeline, self._picks(start, stop)).start()
+            self._ahead[start] = load_picks(self._pipeline, self._picks(start, stop))
 
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return rows [start, stop) without those that hooks leave out, which are counted."""

@@ -107,22 +107,6 @@ def pack_rules(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int,
     return PackRules(LaneEpochs(order, lane) if alone else None, distinct=by_epoch)
 
 
-class Turn(NamedTuple):
-    """Which of the packs of a buffer are a lane's: every `sharers`-th, from pack `place` on (`dealt_packs.py`)."""
-
-    place: int = 0
-    sharers: int = 1
-
-
-_ALL = Turn()
-
-
-def turn_of(leaves: Sequence[OrderedLeaf], lane: int, num_lanes: int) -> tuple[int, Turn]:
-    """Return the number of a lane's buffer, and its turn there, of `num_lanes` lanes."""
-    buffers = leaves[0].order.num_lanes
-    return lane % buffers, Turn(lane // buffers, num_lanes // buffers)
-
-
 def share_of(missing: int, left: int) -> int:
     """Return what to do now of what is missing, if packs for so many more microbatches are left."""
     return -(-max(0, missing) // (left + 1))
@@ -150,7 +134,6 @@ class PackBuffer:
         target: Samples in the buffer at which the next selection is made.
         rules: What else ends a buffer.
         dealt: As below.
-        turn: Which packs stay here.
 
     Attributes:
         sizes: Samples of each pack, shape (packs,).
@@ -160,14 +143,11 @@ class PackBuffer:
         dealt: Packs selected so far.
     """
 
-    def __init__(
-        self, size: int, held: BufferedRefs, target: int, rules: PackRules, dealt: int = 0, turn: Turn = _ALL
-    ) -> None:
+    def __init__(self, size: int, held: BufferedRefs, target: int, rules: PackRules, dealt: int = 0) -> None:
         self._size = size
         self.target = target
         self._rules = rules
         self.dealt = dealt
-        self._turn = turn
         stages, lengths, numbers = held.rows.T
         packs = stages == Stage.PACK
         waiting = stages == Stage.BUFFER
@@ -181,7 +161,7 @@ class PackBuffer:
 
     def share(self, rows: int, draw: int) -> int:
         """Return the samples to draw after a microbatch of so many packs; 0 if the next one needs a selection first."""
-        left = len(self.sizes) // rows if self._turn.sharers == 1 else 0  # a shared buffer draws when it selects
+        left = len(self.sizes) // rows
         return share_of(self.missing(0, draw), left) if left else 0
 
     def missing(self, attempt: int, draw: int) -> int:
@@ -243,10 +223,8 @@ class PackBuffer:
         self._waits = self._waits + 1
         self._fresh = None
         if packs:
-            own = packs[(self._turn.place - self.dealt) % self._turn.sharers :: self._turn.sharers]
             places = np.array(list(chain(*packs)), dtype=np.int64)
-            taken = places if len(own) == len(packs) else np.array(list(chain(*own)), dtype=np.int64)
-            self._append([len(pack) for pack in own], self.members[taken])
+            self._append([len(pack) for pack in packs], self.members[places])
             self.dealt += len(packs)
             left = np.ones(len(self.members), dtype=bool)
             left[places] = False

@@ -234,7 +234,6 @@ class LaneBatch:
         reports: Failures on the way to it.
         seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
             and `encode_batch`; then, if servers were asked, the counters of `network.REQUESTS`.
-        note: What else its mode sends along, of plain values.
     """
 
     batch: Any
@@ -243,16 +242,15 @@ class LaneBatch:
     counts: Counts
     reports: tuple[Report, ...] = ()
     seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
-    note: Any = None
 
     def plain(self) -> tuple[Any, ...]:
         """Return everything as nested tuples, which cross to the training process faster than records."""
         state = None if self.state is None else self.state.plain()
-        return self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds, self.note
+        return self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:
         """Rebuild what `plain` wrote."""
-        batch, rows, state, counts, reports, seconds, note = values
+        batch, rows, state, counts, reports, seconds = values
         lane = None if state is None else LaneState.of_plain(state)
-        return cls(batch, rows, lane, Counts(counts), reports, seconds, note)
+        return cls(batch, rows, lane, Counts(counts), reports, seconds)

@@ -154,8 +154,6 @@ def open_run(
     options: dict[str, Any],
     *,
     by_step: bool = True,
-    balance: str | None = None,
-    window: int | None = None,
 ) -> tuple[Run, list[str]]:
     """Return the run that a mix with options, or saved states, describe, and notes on it.
 
@@ -163,16 +161,9 @@ def open_run(
         source: The mix, or files of states.
         options: Those of `run_options`.
         by_step: The caller asks about steps, for which the number of ranks matters.
-        balance: `MODULE:NAME` of the `ColumnCost` by which ranks load their own shares; None: they do not.
-        window: The window of balance; None: that of the state, else 1.
     """
-    from energon_bridge.tools.forecast.run import (  # torch, which no help text needs
-        run_of_mix,
-        run_of_state,
-        shared_out,
-    )
+    from energon_bridge.tools.forecast.run import run_of_mix, run_of_state  # torch, which no help text needs
 
-    cost = None if balance is None else named(balance, "--balance", "my_project.data:COST")
     if (Path(source[0]) / "checkpoints").is_dir() and (Path(source[0]) / "config.yaml").is_file():
         saved = [str(path) for path in sorted(Path(source[0]).glob("checkpoints/step-*.ckpt"))]
         raise ConfigurationError(
@@ -181,8 +172,6 @@ def open_run(
         )
     if is_mix(source):
         run = run_of_mix(open_mix(source[0], options))
-        if cost is not None:
-            run = shared_out(run, cost, run.plan.config.microbatches_per_global_batch, window)
         return run, _steps_noted(run, by_step)
     state, world_size = read_state(source, options["world_size"])
     notes = []
@@ -193,12 +182,8 @@ def open_run(
         world_size=world_size if by_step else 1,
         mix=options["mix"],
         global_batch_size=options["global_batch_size"] if by_step else None,
-        balanced=cost is not None,
         **{name: options[name] for name in ("split_part", "dataset_config", "split_config", "trust_remote_code")},
     )
-    if cost is not None:
-        group = None if options["global_batch_size"] is None else options["global_batch_size"] // run.spec.rows
-        run = shared_out(run, cost, group, window)
     if run.per_step == 1 and options["global_batch_size"] is None and by_step and not run.spec.ends:
         notes.append(
             "A step is taken for one microbatch on each rank: with gradient accumulation, give --global-batch-size."

@@ -36,12 +36,6 @@ _AT_A_TIME = 10_000
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option("--row", type=click.IntRange(min=0), help="Only this row of each microbatch.")
 @mix_option
-@click.option(
-    "--balance",
-    metavar="MODULE:NAME",
-    help="The ColumnCost by which ranks load their own shares: names the rank that runs each microbatch.",
-)
-@click.option("--balance-window", type=click.IntRange(min=1), help="With --balance: window of the run. [default: 1]")
 @click.option("--out", type=click.Path(path_type=Path), help="Write a row per sample to this .parquet or .json file.")
 @run_options
 def command(
@@ -53,8 +47,6 @@ def command(
     rank: int | None,
     row: int | None,
     out: Path | None,
-    balance: str | None,
-    balance_window: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -79,9 +71,7 @@ def command(
         raise ConfigurationError(f"--out {out}: the name must end in .parquet or .json")
     if until is not None and (step or 0) >= until:
         raise ConfigurationError(f"--until {until} must be above --step {step}")
-    if balance is not None and microbatch is not None:
-        raise ConfigurationError("--balance applies to the microbatches of a step: give --step, not --microbatch")
-    run, notes = open_run(source, options, by_step=microbatch is None, balance=balance, window=balance_window)
+    run, notes = open_run(source, options, by_step=microbatch is None)
     from energon_bridge.core.order.topology import first_microbatch
     from energon_bridge.tools.forecast.samples import assumption, name_microbatch, name_steps
 

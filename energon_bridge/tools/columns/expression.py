@@ -281,7 +281,7 @@ def numbers_of_samples(
     *,
     where: str,
     samples: np.ndarray | None = None,
-    use: str = "balanced by them",
+    use: str,
     counts: bool = False,
 ) -> np.ndarray:
     """Return the number that an expression of columns gives for each sample, floats of shape (dataset.num_samples,).

@@ -19,7 +19,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.jsonl import is_jsonl
 from energon_bridge.core.loader.bans import banned_of
 from energon_bridge.core.loader.document import State, read
-from energon_bridge.core.loader.fits import WINDOWS, check_fits
+from energon_bridge.core.loader.fits import check_fits
 from energon_bridge.core.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.core.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule
 from energon_bridge.core.mix.flatten import flatten
@@ -31,8 +31,6 @@ from energon_bridge.core.stream.state import LaneState
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.columns.amounts import counting
 from energon_bridge.tools.columns.expression import kept_samples
-from energon_bridge.trainers.replica.costs import ColumnCost
-from energon_bridge.trainers.replica.shares import Sharing, check_windows, sharing_of, why_unplanned
 
 _STREAM = ("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last")
 _JOIN = "join of "
@@ -48,7 +46,6 @@ class Run:
         plan: The leaves and their order, and the ranks.
         state: The saved state that it was described by; None if it is a run from the beginning.
         lanes: The lanes in the state, by number.
-        sharing: How it is divided, if ranks load their own shares.
         per_step: Microbatches of each rank in a step of the optimizer; 1 in passes, which have no such steps.
     """
 
@@ -56,7 +53,6 @@ class Run:
     plan: RunPlan
     state: State | None = None
     lanes: Mapping[int, LaneState] = field(default_factory=dict)
-    sharing: Sharing | None = None
     per_step: int = 1
 
     @property
@@ -94,20 +90,17 @@ def run_of_state(
     dataset_config: str = "dataset.yaml",
     split_config: str = "split.yaml",
     trust_remote_code: bool = False,
-    balanced: bool = False,
 ) -> Run:
     """Return the run that a state belongs to.
 
     Args:
         state: The state, merged from those of several ranks.
         world_size: Data-parallel ranks; a state knows none.
-        global_batch_size: Samples, or packs, of a step of the optimizer; None: one microbatch on each rank, unless the
-            state has windows of balance, which say it.
+        global_batch_size: Samples, or packs, of a step of the optimizer; None: one microbatch on each rank.
         mix: What the run was started with; needed if the state does not contain it, or its datasets have moved.
         split_part: Of `mix`; default: that of the state's leaves.
         dataset_config, split_config: Names of the files in `.nv-meta`.
         trust_remote_code: Allow the dataset's `sample_loader.py` to be loaded.
-        balanced: `shared_out` is called next, and compares windows of balance.
 
     Raises:
         DatasetError: A dataset cannot be opened.
@@ -141,13 +134,7 @@ def run_of_state(
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
     blocks = {row["identity"]: row["block"] for row in rows}
     plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
-    windows = {name: value for name, value in settings.items() if name.startswith(WINDOWS)}
-    if windows and not balanced:
-        raise ConfigurationError(
-            f"the run divides windows of {settings.get(WINDOWS)} global batches by cost: give the ColumnCost of the "
-            "run (--balance MODULE:NAME), if its ranks load their own shares"
-        )
-    check_fits(saved, spec.kind, plan.settings | windows, plan.table)
+    check_fits(saved, spec.kind, plan.settings, plan.table)
     plan = plan.with_banned(banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
@@ -162,8 +149,6 @@ def run_of_state(
                 f"--global-batch-size {global_batch_size} is not a multiple of {spec.rows * world_size}, the samples "
                 f"that {world_size} ranks with microbatches of {spec.rows} deliver at once"
             )
-    elif "balance_window_of" in settings and settings["balance_window_of"] % world_size == 0:
-        per_step = settings["balance_window_of"] // world_size
     return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step)
 
 
@@ -172,39 +157,6 @@ def _of_buckets() -> ConfigurationError:
         "the microbatches of this run come from buckets (group_by), which forecasts do not know: `energon preview` "
         "with --config lets the run deliver them"
     )
-
-
-def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Run:
-    """Return a run whose ranks load their own shares.
-
-    Args:
-        cost: The `ColumnCost` that it was started with.
-        group: Microbatches in a global batch; None: as the state says.
-        window: Global batches in a window; None: that of the state, else 1.
-
-    Raises:
-        ConfigurationError: The run cannot be planned from columns, or something is missing.
-        SettingMismatchError: The windows are not those of the state.
-    """
-    settings = {} if run.state is None else run.state["settings"]
-    group = group or settings.get("balance_window_of")
-    window = window or settings.get(WINDOWS, 1)
-    if not isinstance(cost, ColumnCost):
-        raise ConfigurationError(f"--balance must name a ColumnCost, got {type(cost).__name__}")
-    if run.spec.ends:
-        raise ConfigurationError("--balance: validation is never balanced")
-    if group is None or group % run.world_size:
-        raise ConfigurationError(
-            f"--balance: {run.world_size} ranks cannot divide a global batch of "
-            f"{'an unknown number of' if group is None else group} microbatches: give --global-batch-size, and the "
-            "number of ranks with --world-size"
-        )
-    if (why := why_unplanned(run.spec)) is not None:
-        raise ConfigurationError(f"--balance: ranks cannot load their own share, since {why}")
-    sharing = sharing_of(run.spec, group, cost, window)
-    if run.state is not None:
-        check_windows(settings, sharing.settings)
-    return replace(run, sharing=sharing, per_step=group // run.world_size)
 
 
 def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfig, **names: Any) -> DatasetSpec:

@@ -21,14 +21,14 @@ from energon_bridge.core.format.key_index import KeyIndex, keys_at, keys_of_shar
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.core.loader.document import read_leaves
 from energon_bridge.core.order.choose import Chooser, plain_cursors, standing
+from energon_bridge.core.order.leaf import Round
+from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.order.topology import Ownership, first_microbatch, microbatches_before, step_of
 from energon_bridge.core.storage import LocalStore
 from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.stream.state import LaneState
 from energon_bridge.tools.columns.amounts import AmountBlend
 from energon_bridge.tools.forecast.run import Run
-from energon_bridge.trainers.replica.planned import UnbannedDraws
-from energon_bridge.trainers.replica.shares import GlobalBatches, SharedBatch, Sharing
 
 # Keys -----------------------------------------------------------------------------------------------------------------
 #
@@ -127,16 +127,13 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
 
     Args:
         steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
-            are one microbatch on every rank), on as many ranks; rising, if ranks load their own shares.
+            are one microbatch on every rank), on as many ranks.
         keys: Look keys up, which takes most of the time.
 
     Raises:
         ConfigurationError: There is no such step, or the state was saved between two steps of this number of ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
-    if run.sharing is not None:
-        yield from _name_shared_steps(run, steps, run.sharing, keys=keys)
-        return
     if run.spec.ends:
         of_pass = _SampleNames(run.plan.leaves, keys=keys)
         for step in steps:
@@ -169,32 +166,6 @@ def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
         else:
             delivered.append(names.microbatch(m + (lane - m) % lanes, rank))
     return delivered
-
-
-def _name_shared_steps(
-    run: Run, steps: Iterable[int], sharing: Sharing, *, keys: bool
-) -> Iterator[list[NamedMicrobatch]]:
-    names = _Names(run, keys=False)
-    of_sample = _SampleNames(run.plan.leaves, keys=keys)
-    planned: GlobalBatches | None = None
-    window: list[SharedBatch] = []
-    for step in steps:
-        begin = sharing.begin(step * sharing.group)
-        while not window or window[-1].number < step:
-            if planned is None or (planned.end <= begin and not names.walks):
-                # Without bans and amounts, positions of lanes are computed directly.
-                known = sharing.begin(run.microbatches)
-                start = begin if not names.walks else known if known <= begin else 0
-                lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
-                planned = sharing.batches(run.plan, lanes, start)
-            window = planned.next_window(states=False)
-        shared = window[step - window[0].number]
-        delivered = []
-        for rank, batch in (pair for turn in shared.runs for pair in enumerate(turn)):
-            samples = [of_sample.of(row, *member) for row, member in enumerate(batch.members.tolist())]
-            m = batch.number * run.num_lanes + batch.lane
-            delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=batch.lane, samples=tuple(samples)))
-        yield delivered
 
 
 def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
@@ -249,14 +220,7 @@ class _Names:
         # microbatch that they give.
         self._walks: dict[int, tuple[int, int, UnbannedDraws]] = {}
         bans = any(leaf.bans is not None for leaf in run.plan.leaves)
-        self.walks = bans or isinstance(run.plan.blend, AmountBlend)
-
-    def lane_at(self, lane: int, m: int, known: int) -> LaneState:
-        """Return the position of a lane before microbatch m, assuming no draw was banned since the state.
-
-        `known` is the microbatch at which the state was saved.
-        """
-        return self._moved(lane, self._stand(lane, self._run.microbatches if m >= known else m), m)
+        self._is_walked = bans or isinstance(run.plan.blend, AmountBlend)
 
     def _moved(self, lane: int, stand: LaneState, m: int) -> LaneState:
         number = microbatches_before(lane, m, self._run.num_lanes)
@@ -274,7 +238,7 @@ class _Names:
         rows = self._run.spec.rows
         stand = self._stand(lane, m)
         number = microbatches_before(lane, m, self._run.num_lanes)
-        if self.walks:
+        if self._is_walked:
             first, at, draws = self._walks.get(lane) or (-1, 0, None)
             if draws is None or first != stand.microbatches or at > number:
                 first = at = stand.microbatches
@@ -284,7 +248,7 @@ class _Names:
             self._walks[lane] = first, number + 1, draws
         else:
             draws = self._draws(lane, self._moved(lane, stand, m), 0 if number > stand.microbatches else stand.taken)
-        members, _ = draws.take(rows)
+        members = draws.take(rows)
         samples = (self._sample_names.of(row, *member) for row, member in enumerate(members.tolist()))
         return NamedMicrobatch(rank=rank, microbatch=m, lane=lane, samples=tuple(samples))
 
@@ -319,6 +283,43 @@ class _Names:
             not state.origin and [*state.leaf_draws] == standing(leaves, blend, lane, state.draw).leaf_draws
             for lane, state in self._run.lanes.items()
         )
+
+
+_FEWEST, _MOST = 32, 256
+"""Draws looked up at a time; of a lane few at first, since there are many."""
+
+
+class UnbannedDraws:
+    """The draws of a lane that are not banned, looked up many at a time.
+
+    Args:
+        chooser: Chooses from a position on.
+        taken: Outputs taken already of the first draw, which is then under way and not asked for bans.
+    """
+
+    def __init__(self, chooser: Chooser[Round], taken: int) -> None:
+        self._chooser = chooser
+        self._taken = taken
+        self._at_once = _FEWEST
+        self._members: IntArray = np.zeros((0, 4), dtype=np.int64)  # looked up and not taken
+
+    def take(self, wanted: int) -> IntArray:
+        """Return the next `wanted` members, shape (wanted, 4): leaf, sample, epoch, and outputs taken of it."""
+        while len(self._members) < wanted:
+            self._look_up(wanted)
+        members = self._members[:wanted]
+        self._members = self._members[wanted:]
+        return members
+
+    def _look_up(self, wanted: int) -> None:
+        members, banned = self._chooser.picks(max(self._at_once, wanted))
+        self._at_once = min(_MOST, 2 * self._at_once)
+        if self._taken:
+            members[0, 3] = self._taken
+            self._taken = 0
+            if banned is not None:
+                banned[0] = False
+        self._members = np.concatenate((self._members, members if banned is None else members[~banned]))
 
 
 class _SampleNames:

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.order.rng import shuffled
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -72,25 +71,6 @@ def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
     return _relabelled(_best(scaled, came))
 
 
-def cut_window(costs: npt.ArrayLike, group: int, key: int) -> Integers:
-    """Cut the microbatches of a window into global batches of similar costs, for any number of ranks.
-
-    They are sorted by cost, and G neighbours become a global batch: if each rank runs one microbatch of it, no other
-    cut is more even. The order of the global batches is shuffled, so that training does not see them from long to
-    short.
-
-    Args:
-        costs: Costs of the K G microbatches of the window, 0 or more; shape (K G,).
-        group: G.
-        key: The key of the window.
-
-    Returns:
-        Shape (K, G): the microbatches of each global batch, in their order.
-    """
-    order = np.argsort(-np.asarray(costs, np.float64), kind="stable").reshape(-1, group)
-    return np.sort(order[shuffled(key, len(order))], axis=1)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imbalance:
     """How uneven a global batch is; 1 is even.
@@ -114,31 +94,23 @@ def imbalance(costs: npt.ArrayLike, assignment: Integers) -> Imbalance:
     return Imbalance(step=float(table.sum(0).max()) / mean, round=float(table.max(1).sum()) / mean)
 
 
-def divide(costs: npt.ArrayLike, group: int, ranks: int, key: int) -> list[tuple[Integers, tuple[float, ...]]]:
-    """Divide the microbatches of a window of global batches among ranks; a window of one keeps its own.
+def divide(costs: npt.ArrayLike, ranks: int) -> tuple[Integers, tuple[float, ...]]:
+    """Divide the microbatches of a global batch among ranks, and say how even that is.
 
     Args:
-        costs: Costs of the K G microbatches of the window, 0 or more; shape (K G,). Rank `i % ranks` loads number `i`.
-        group: G.
+        costs: Costs of the G microbatches, 0 or more; shape (G,). Rank `i % ranks` loads number `i`.
         ranks: R, which divides G.
-        key: The key of the window.
 
     Returns:
-        For each global batch: the microbatches of each rank in each round, shape (G / R, R); and its figures, the step
-        before and after, the round before and after (see `Imbalance`), and the share of microbatches that move.
+        The microbatches of each rank in each round, shape (G / R, R); and figures: the step before and after, the round
+        before and after (see `Imbalance`), and the share of microbatches that move.
     """
     values = np.asarray(costs, np.float64)
-    groups = np.arange(len(values)).reshape(-1, group)
-    came = [imbalance(values, numbers.reshape(-1, ranks)) for numbers in groups]
-    if len(groups) > 1:
-        groups = cut_window(values, group, key)
-    divided: list[tuple[Integers, tuple[float, ...]]] = []
-    for before, numbers in zip(came, groups, strict=True):
-        runs = numbers[assign_microbatches(values[numbers], ranks)]
-        after = imbalance(values, runs)
-        moved = int(np.count_nonzero(runs % ranks != np.arange(ranks)))
-        divided.append((runs, (before.step, after.step, before.round, after.round, moved / group)))
-    return divided
+    before = imbalance(values, np.arange(len(values)).reshape(-1, ranks))
+    runs = assign_microbatches(values, ranks)
+    after = imbalance(values, runs)
+    moved = int(np.count_nonzero(runs % ranks != np.arange(ranks)))
+    return runs, (before.step, after.step, before.round, after.round, moved / len(values))
 
 
 def _best(costs: Integers, came: Integers) -> Integers:

@@ -1,7 +1,12 @@
-"""The base class of loaders that divide the microbatches of each global batch among ranks by cost.
+"""The loader of ranks that exchange the microbatches of each global batch, so that all of them have the same work.
 
-With `OwnShareLoader` the ranks know the costs before anything is loaded (`shares`), and each loads only what it
-runs. The other loader exchanges loaded microbatches (`balance`).
+Every data-parallel rank loads its own microbatches as without balance: order, state, ranks and workers are not
+affected. Before a global batch is trained on, the ranks gather the costs of its microbatches, each computes the same
+assignment (`assignment`), and microbatches that move are sent from the rank that loaded them to the one that runs
+them. The set of microbatches of a global batch never changes.
+
+The training thread loads the next global batch, two microbatches for each one that it delivers, so that user code and
+workers stay in their processes; another thread exchanges them while the rest of the current one is trained on.
 
 States exist after whole global batches only: in the middle of one, the microbatches delivered by the ranks are not a
 prefix of the stream.
@@ -9,49 +14,111 @@ prefix of the stream.
 
 from __future__ import annotations
 
-import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+import atexit
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
+from torch import Tensor
 
 from energon_bridge.core.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
-from energon_bridge.core.loader.document import State, leaf_rows, read, write
-from energon_bridge.core.loader.fits import read_all
+from energon_bridge.core.loader.document import State, leaf_rows, read
 from energon_bridge.core.loader.metrics import flat_metrics
 from energon_bridge.core.loader.position import merged_state
 from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
+from energon_bridge.core.samples.base import pin_value
 from energon_bridge.core.worker_config import WorkerConfig
-from energon_bridge.trainers.replica.shares import Sharing
+from energon_bridge.trainers.replica.assignment import divide
+from energon_bridge.trainers.replica.exchange import Move, Peers, pack
+
+Cost = Callable[[Any], float]
 
 _FIGURES = ("step_before", "step", "round_before", "round", "moved")
 _NOT_COUNTED = ("_seconds", "ready", "worker_restarts")
 """Metrics that only the inner loader can count."""
+_PER_DELIVERY = 2
+_AT_CLOSE = 5.0
+"""Seconds that closing, and the end of the process, wait for an exchange."""
 
 
-class BalancedLoader(ABC):
-    """The loader of one data-parallel rank, which runs its share of each global batch by cost.
+@dataclass(kw_only=True, slots=True)
+class _Share:
+    """The microbatches of a global batch that this rank has loaded."""
+
+    number: int
+    batches: list[Any] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    error: Exception | None = None
+    state: Callable[[], State] | None = None
+
+
+class _Exchange(threading.Thread):
+    """Exchanges one global batch; `outcome` waits for it.
+
+    It may never end if another rank is gone, so it must not keep the process alive. But a normal exit waits for it,
+    since stopping a thread inside a call of gloo aborts the process.
+    """
+
+    def __init__(self, work: Callable[[], list[Any]]) -> None:
+        super().__init__(name="energon-balance", daemon=True)
+        self._work = work
+        self._batches: list[Any] = []
+        self._error: BaseException | None = None
+        atexit.register(self.join, _AT_CLOSE)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._batches = self._work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            atexit.unregister(self.join)
+
+    def outcome(self) -> list[Any]:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._batches
+
+
+class BalancedLoader:
+    """The loader of one data-parallel rank, which exchanges microbatches with the other ranks.
+
+    All ranks must make the same calls; only `save_state_rank`, `metrics` and `len` need no communication.
 
     Args:
         loader: This rank's loader, over an endless training stream.
-        rounds: Microbatches of a global batch per rank.
-        window: Global batches in a window; 1: no windows.
+        cost: See `Balance`.
+        group: A gloo group of the data-parallel ranks.
 
     Attributes:
         loader: The inner loader; it may be ahead of what was delivered.
     """
 
-    def __init__(self, loader: SavableDataLoader, rounds: int, window: int) -> None:
+    def __init__(self, loader: SavableDataLoader, cost: Cost, group: Any) -> None:
+        size = loader.config.microbatches_per_global_batch
+        assert size is not None
         self.loader = loader
-        self._rounds = rounds
-        self._window = window
+        self._rounds = size // loader.config.dp_size
+        self._cost = cost
+        self._peers = Peers(group)
         self._global_batches = 0
         self._own_cost = 0.0
         self._sums = [0.0] * len(_FIGURES)
+        self._stream: Iterator[Any] | None = None
+        self._ready: deque[Any] = deque()
+        self._exchange: _Exchange | None = None
+        self._share = _Share(number=0)
+        self._state: Callable[[], State] = loader.snapshot()
+        self._state_after = self._state
+        self._moved()
 
     @property
     def spec(self) -> DatasetSpec:
@@ -74,24 +141,14 @@ class BalancedLoader(ABC):
         return self._global_batches, self._own_cost, self._sums
 
     @property
-    def _span(self) -> int:
-        """Microbatches of the run in a window."""
-        return self._rounds * self._window * self.config.dp_size
-
-    @property
-    @abstractmethod
-    def _within(self) -> int:
-        """Microbatches that this rank has delivered of the current window."""
-
-    @property
     def unfinished(self) -> str | None:
         """The reason why no state can be saved now, or None."""
-        done = self._within % self._rounds
-        if not done:
+        if not self._ready:
             return None
         return (
-            f"{done} of the {self._rounds} microbatches that each rank runs of this global batch were delivered; with "
-            "balance there is a state after whole global batches only: save it after an optimizer step"
+            f"{self._rounds - len(self._ready)} of the {self._rounds} microbatches that each rank runs of this global "
+            "batch were delivered; with balance there is a state after whole global batches only: save it after an "
+            "optimizer step"
         )
 
     # Delivering ------------------------------------------------------------------------------------------------------
@@ -104,9 +161,116 @@ class BalancedLoader(ABC):
         """Return this rank's microbatches in an epoch of the data."""
         return len(self.loader)
 
-    @abstractmethod
     def deliver(self) -> Any:
-        """Return the next microbatch that this rank runs."""
+        """Return the next microbatch that this rank runs.
+
+        Raises:
+            BalanceError: Another rank could not load its part of the global batch.
+        """
+        if not self._ready:
+            self._ready.extend(self._next_global_batch())
+        batch = self._ready.popleft()
+        if not self._ready:
+            self._state = self._state_after
+        self._load(_PER_DELIVERY)
+        return batch
+
+    def _next_global_batch(self) -> list[Any]:
+        """Return what this rank runs of the next global batch; after an error all ranks begin it again."""
+        self._load(self._rounds)
+        assert self._exchange is not None
+        share = self._share
+        try:
+            batches = self._exchange.outcome()  # if interrupted here, the next call waits again
+        except Exception:
+            self._drop()
+            self.loader.restore_state_rank(self._state())
+            raise
+        assert share.state is not None
+        self._exchange = None
+        self._state_after = share.state
+        self._share = _Share(number=share.number + 1)
+        return batches
+
+    def _load(self, count: int) -> None:
+        """Load microbatches of the next global batch, and start the exchange when it is complete; raises nothing."""
+        share = self._share
+        for _ in range(count):
+            if self._exchange is not None:
+                return
+            try:
+                if self._stream is None:
+                    self._stream = iter(self.loader)
+                batch = next(self._stream)
+                share.costs.append(self._cost_of(batch))
+                share.batches.append(batch)
+                if len(share.batches) == self._rounds:
+                    share.state = self.loader.snapshot()
+            except Exception as error:
+                # Other ranks wait for this one, and batches loaded earlier can still be trained on.
+                share.error = error
+            if share.error is not None or share.state is not None:
+                self._exchange = _Exchange(lambda: self._exchanged(share))
+
+    def _cost_of(self, batch: Any) -> float:
+        cost = float(self._cost(batch))
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ConfigurationError(f"the cost of a batch must be a finite number of at least 0, got {cost!r}")
+        return cost
+
+    # Exchanging, in a thread -----------------------------------------------------------------------------------------
+
+    def _exchanged(self, share: _Share) -> list[Any]:
+        """Return the microbatches of a global batch that this rank runs, in order."""
+        peers = self._peers
+        costs = [0.0] * self._rounds if share.error is not None else share.costs
+        table = peers.gather([share.error is not None, share.number, *costs])
+        self._raise_failures(share.error, table[:, 0], share.number)
+        if len(numbers := sorted(set(table[:, 1].astype(int).tolist()))) > 1:
+            raise StepMismatchError(
+                f"the data-parallel ranks are at different global batches ({', '.join(map(str, numbers))}): restore "
+                "the same state on all of them, and take the same number of microbatches on each"
+            )
+        # Of turn r, rank k has loaded microbatch r R + k.
+        all_costs = table[:, 2:].T.ravel()
+        runs, figures = divide(all_costs, peers.size)
+        moves = [
+            Move(number=number, source=number % peers.size, target=target)
+            for row in runs.tolist()
+            for target, number in enumerate(row)
+            if number % peers.size != target
+        ]
+        own = {number * peers.size + peers.rank: batch for number, batch in enumerate(share.batches)}
+        own |= self._sent_and_received(share, moves, own) if moves else {}
+        self._measured(figures, float(all_costs[runs[:, peers.rank]].sum()))
+        return [own[number] for number in runs[:, peers.rank].tolist()]
+
+    def _sent_and_received(self, share: _Share, moves: Sequence[Move], own: Mapping[int, Any]) -> dict[int, Any]:
+        peers = self._peers
+        parcels: dict[int, Tensor] = {}
+        error = None
+        try:
+            parcels = {move.number: pack(own[move.number]) for move in moves if move.source == peers.rank}
+        except Exception as failure:
+            error = failure
+        sizes = [len(parcels.get(number * peers.size + peers.rank, ())) for number in range(self._rounds)]
+        table = peers.gather([error is not None, *sizes])
+        self._raise_failures(error, table[:, 0], share.number)
+        received = peers.exchange(moves, parcels, table[:, 1:].T.ravel())
+        return pin_value(received) if self.loader.pins else received
+
+    def _raise_failures(self, error: Exception | None, failed: Any, number: int) -> None:
+        """Raise the error of this rank, or a BalanceError that names the rank that failed; return if none did."""
+        if not failed.any():
+            return
+        texts = self._peers.tell("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        rank = int(np.flatnonzero(failed)[0])
+        raise BalanceError(
+            f"data-parallel rank {rank} could not load its part of global batch {number} of the run, so no rank "
+            f"can train on it. It failed with {texts[rank]}"
+        )
 
     def _measured(self, figures: tuple[float, ...], own: float) -> None:
         """Record how even a global batch is, and the cost of this rank's part."""
@@ -116,10 +280,6 @@ class BalancedLoader(ABC):
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _document(self) -> State:
-        """Return the state of this rank after the global batches that were delivered."""
-
     def save_state_rank(self) -> State:
         """Return the state of this rank after the global batches that were delivered. Takes no communication.
 
@@ -128,15 +288,17 @@ class BalancedLoader(ABC):
         """
         if self.unfinished is not None:
             raise WrongUseError(self.unfinished)
-        return self._document()
+        return self._state()
 
-    @abstractmethod
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
         """Continue from a state (see `SavableDataLoader.restore_state_rank`), saved with or without balance.
 
         Raises:
             StateError: It does not fit; a StepMismatchError if it is in the middle of a global batch.
         """
+        self._drop()
+        self.loader.restore_state_rank(state, **kwargs)
+        self._moved()
 
     def state_dict(self) -> State:
         """Return the state of the whole run."""
@@ -148,15 +310,18 @@ class BalancedLoader(ABC):
         """Continue from what `state_dict` returned, on any number of ranks."""
         self.restore_state_rank(state)
 
-    @abstractmethod
     def seek(self, step: int) -> None:
         """Go to a step of the run (see `SavableDataLoader.seek`); a step is a microbatch of each rank."""
+        self._check_place(step * self._peers.size)
+        self._drop()
+        self.loader.seek(step)
+        self._moved()
 
     def set_weights(self, weights: Any, *, from_draw: int | None = None) -> int:
         """Change the weights of a blend while it runs (see `SavableDataLoader.set_weights`).
 
         Raises:
-            WrongUseError: A global batch, or a window of them, was delivered in part.
+            WrongUseError: A global batch was delivered in part.
         """
         return self._changed(lambda: self.loader.set_weights(weights, from_draw=from_draw))
 
@@ -164,28 +329,25 @@ class BalancedLoader(ABC):
         """Withdraw samples during the run (see `SavableDataLoader.ban`).
 
         Raises:
-            WrongUseError: A global batch, or a window of them, was delivered in part.
+            WrongUseError: A global batch was delivered in part.
         """
         return self._changed(lambda: self.loader.ban(keys, **kwargs))
 
     def _changed(self, change: Callable[[], int]) -> int:
-        """Change what comes next."""
+        """Drop the batches loaded ahead, change what comes next, and continue from the loader's position."""
         if self.unfinished is not None:
             raise WrongUseError(self.unfinished)
-        if self._within:
-            raise WrongUseError(
-                f"{self._within // self._rounds} of {self._window} global batches of this window were delivered: with "
-                f"balance_window={self._window}, change weights and bans after whole windows only, every "
-                f"{self._window} optimizer steps"
-            )
-        return self._change(change)
-
-    @abstractmethod
-    def _change(self, change: Callable[[], int]) -> int: ...
+        state = self._state()
+        self._drop()
+        self.loader.restore_state_rank(state)
+        try:
+            return change()
+        finally:
+            self._moved()
 
     def counters(self) -> list[State]:
         """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes; of whole global batches."""
-        return leaf_rows(read(self._document()))
+        return leaf_rows(read(self._state()))
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name.
@@ -195,15 +357,14 @@ class BalancedLoader(ABC):
             over all global batches since this object was made: `balance_step`, the largest cost of a rank over the
             mean, and `balance_round`, the sum of the largest costs of the rounds over the mean cost of a rank; both
             without balance, `balance_step_before` and `balance_round_before`; and `balance_moved`, the share of
-            microbatches that another rank would have run. `balance_own_share` is 1 if each rank loads what it runs, 0
-            if ranks exchange loaded microbatches.
+            microbatches that another rank would have run.
         """
         figures = self.loader.metrics()
         counted = flat_metrics(self.counters())
         figures |= {name: value for name, value in counted.items() if not name.endswith(_NOT_COUNTED)}
         count = max(1, self._global_batches)
         figures |= {f"balance_{name}": total / count for name, total in zip(_FIGURES, self._sums, strict=True)}
-        return figures | {"balance_cost": self._own_cost, "balance_own_share": float(isinstance(self, OwnShareLoader))}
+        return figures | {"balance_cost": self._own_cost}
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
@@ -215,7 +376,26 @@ class BalancedLoader(ABC):
 
     def close(self) -> None:
         """Stop the workers; the next batch starts them again, after the global batches that were delivered."""
+        if self._exchange is not None:
+            self._exchange.join(_AT_CLOSE)
         self.loader.close()
+
+    def _drop(self) -> None:
+        """Drop the batches loaded ahead."""
+        if self._exchange is not None:
+            self._exchange.join()
+        self._exchange = None
+        self._stream = None
+        self._ready.clear()
+        self._share = _Share(number=self._share.number)
+
+    def _moved(self) -> None:
+        """Begin at the loader's position."""
+        self._check_place(self.loader.microbatches)
+        if not self.ownership.even:  # a state may bring another number of lanes
+            raise ConfigurationError(_uneven(self.ownership))
+        self._state = self._state_after = self.loader.snapshot()
+        self._share = _Share(number=self.loader.microbatches // (self._rounds * self._peers.size))
 
     def _check_place(self, microbatches: int) -> None:
         """Raise unless the position is the beginning of a global batch."""
@@ -227,113 +407,10 @@ class BalancedLoader(ABC):
                 "global batch size that it was saved with"
             )
 
-    def _check_even(self) -> None:
-        """Raise if ranks would get masked microbatches; a state may bring another number of lanes."""
-        if not self.ownership.even:
-            raise ConfigurationError(uneven(self.ownership))
 
-
-def uneven(ownership: Ownership) -> str:
+def _uneven(ownership: Ownership) -> str:
     """Return the error for masked microbatches."""
     return (
         f"balance: {ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes of the "
         f"run, so that some microbatches would be masked: use {ownership.nearest_even_world_size()} ranks"
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Own shares.
-
-
-class OwnShareLoader(BalancedLoader):
-    """The loader of one data-parallel rank, which loads only the microbatches that it runs.
-
-    No rank waits for another. Before the first microbatch, and after a restore, the ranks compare the data of their
-    plans; if each restores only its own rank's state, they exchange these, since every rank plans all lanes.
-
-    Args:
-        loader: This rank's loader, over an endless training stream; if it has moved, all ranks go on from there.
-        sharing: How the run is divided.
-        group: A gloo group of the data-parallel ranks; None: no communication.
-    """
-
-    def __init__(self, loader: SavableDataLoader, sharing: Sharing, group: Any) -> None:
-        super().__init__(loader, sharing.group // loader.config.dp_size, sharing.window)
-        self._sharing = sharing
-        self._group = group
-        self._agreed = False
-        moved = loader.save_state_rank() if loader.microbatches else None  # its own lanes; every rank plans all
-        loader.follow(sharing, sharing.settings)
-        if moved is not None:
-            self.restore_state_rank(moved)
-        self._check_even()
-
-    @property
-    def _within(self) -> int:
-        return self.loader.microbatches % self._span // self.config.dp_size
-
-    def deliver(self) -> Any:
-        """Return the next microbatch that this rank runs.
-
-        Raises:
-            BalanceError: The ranks plan from different data.
-        """
-        if not self._agreed:
-            self._compare()
-        batch = self.loader.deliver()
-        if self.loader.note is not None:  # the last microbatch of a global batch
-            *figures, own = self.loader.note[0]
-            self._measured(tuple(figures), own)
-        return batch
-
-    def _document(self) -> State:
-        return self.loader.save_state_rank()
-
-    def counters(self) -> list[State]:
-        return self.loader.counters()
-
-    def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
-        """Continue from a state (see `BalancedLoader.restore_state_rank`); all ranks must call it."""
-        saved = read_all(state if isinstance(state, (list, tuple)) else [state])
-        self._check_place(saved.microbatches)
-        if len(saved.lanes) < saved.num_lanes and self._group is not None:
-            states: list[Any] = [None] * self.config.dp_size
-            dist.all_gather_object(states, write(saved), group=self._group)
-            state = states
-        self.loader.restore_state_rank(state, **kwargs)
-        self._check_even()
-        self._agreed = False
-
-    def seek(self, step: int) -> None:
-        self._check_place(step * self.config.dp_size)
-        self.loader.seek(step)
-        self._agreed = False
-
-    def _change(self, change: Callable[[], int]) -> int:
-        return change()
-
-    def _compare(self) -> None:
-        """Compare the ranks' positions and a hash of the costs of all samples."""
-        self._agreed = True
-        sharing = self._sharing
-        if self._group is None:
-            return
-        digest = hashlib.blake2b(repr((sharing.group, sharing.window, sharing.settings)).encode(), digest_size=8)
-        for table in sharing.tables:
-            for column in (table.added, table.padded, table.sizes):
-                digest.update(b"-" if column is None else np.ascontiguousarray(column).data)
-        own = (self.loader.microbatches, digest.hexdigest())
-        places: list[Any] = [None] * self.config.dp_size
-        dist.all_gather_object(places, own, group=self._group)
-        if len({place for place, _ in places}) > 1:
-            raise StepMismatchError(
-                "the data-parallel ranks are at different microbatches of the run "
-                f"({', '.join(str(place) for place, _ in places)}): restore the same state on all of them, and take "
-                "the same number of microbatches on each"
-            )
-        other = next((rank for rank, (_, hashed) in enumerate(places) if hashed != places[0][1]), None)
-        if other is not None:
-            raise BalanceError(
-                f"data-parallel ranks 0 and {other} read different columns or have different costs, so they would "
-                "not run the same global batches: use the same ColumnCost and dataset on all ranks"
-            )

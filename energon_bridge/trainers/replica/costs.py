@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import combinations
 from pathlib import Path
@@ -22,7 +22,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.models.packing.packing import Packer
 
 
 def num_tokens(batch: Any) -> float:
@@ -172,53 +171,6 @@ class BatchCost:
         if self.patches:
             cost += self.patches * vision_patches(batch, self.patch_size)
         return cost
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ColumnCost:
-    """What a microbatch costs, from columns of its samples: known before anything is read.
-
-    Every rank then works out what all microbatches cost, and loads only those that it runs (`make_balance`). If that
-    cannot be, the cost of a batch is what `weights` gives.
-
-    Examples:
-        >>> cost = ColumnCost(tokens="tokens", patches="width * height / 196", weights=BatchCost(patches=0.1))
-        >>> cost({"tokens": torch.zeros(2, 100)})
-        200.0
-
-    Args:
-        tokens: The tokens of a sample: a column, or an expression of columns in the grammar of filters.
-        patches: Its patches.
-        weights: What tokens, pairs of tokens and patches cost.
-        padded: Rows of single samples are padded to the longest of their microbatch, as models compute padding, too.
-            Packs are not.
-        sizes: For an encoder that packs: an expression for each limit of its packer; default, if it has one limit
-            besides `samples`: `tokens`. They must be what `size_of` returns for the encoded sample.
-        packer: How it packs; default: the encoder's `packer`.
-
-    Raises:
-        ConfigurationError: An expression is no text.
-    """
-
-    tokens: str
-    patches: str = "0"
-    weights: BatchCost = BatchCost()
-    padded: bool = True
-    sizes: Mapping[str, str] | None = None
-    packer: Packer[Any] | None = None
-
-    def __post_init__(self) -> None:
-        texts = {"tokens": self.tokens, "patches": self.patches}
-        texts |= {f"sizes[{name!r}]": text for name, text in (self.sizes or {}).items()}
-        for name, text in texts.items():
-            if not isinstance(text, str) or not text.strip():
-                raise ConfigurationError(
-                    f"ColumnCost: {name} must be a column or an expression of columns, such as 'tokens' or "
-                    f"'width * height / 196', got {text!r}"
-                )
-
-    def __call__(self, batch: Any) -> float:
-        return self.weights(batch)
 
 
 def cost_limit(lengths: npt.ArrayLike, costs: npt.ArrayLike, max_tokens: int, *, slack: float = 1.02) -> int:

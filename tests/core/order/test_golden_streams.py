@@ -18,11 +18,13 @@ from engine import PackingEncoder, SkippingEncoder, config_of, loaders_of, text_
 from paths import TESTS
 
 from energon_bridge import DefaultTaskEncoder, get_train_dataset
+from energon_bridge.core.errors import SettingMismatchError
 from energon_bridge.core.order.leaf import ORDER_VERSION
 
 MICROBATCHES = 60
 SAVED_AFTER = 23
 STATES = TESTS / "fixtures" / "states-0.1.0.json"
+BALANCED = TESTS / "fixtures" / "states-0.1.0-balanced.json"
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +98,24 @@ def test_a_state_of_0_1_0_goes_on(data: Path, name: str) -> None:
     loader = opened(data, name, state=saved["state"])
     assert digest(loader, MICROBATCHES - SAVED_AFTER) == saved["rest"]
     loader.close()
+
+
+def opened_balanced(data: Path, name: str) -> tuple[Any, str]:
+    saved = json.loads(BALANCED.read_text())[name]
+    dataset = get_train_dataset(data / "middle", worker_config=config_of(1, 0), batch_size=4)
+    (loader,) = loaders_of(dataset, 1, 0, num_lanes=8, state=saved["state"])
+    return loader, saved["rest"]
+
+
+@pytest.mark.parametrize("name", ["own shares", "after a window"])
+def test_a_state_of_ranks_that_were_balanced_by_0_1_0_goes_on(data: Path, name: str) -> None:
+    """Ways of balance that are gone; what comes after is that of a run that was never balanced nor stopped."""
+    loader, rest = opened_balanced(data, name)
+    assert digest(loader, 48) == rest
+    loader.close()
+
+
+def test_a_state_within_a_window_of_0_1_0_says_which_ones_go_on(data: Path) -> None:
+    message = r"balance_window=3.* at microbatch 16 .*Take a state saved after a multiple of 12 .*every 3 optimizer"
+    with pytest.raises(SettingMismatchError, match=message):
+        opened_balanced(data, "within a window")

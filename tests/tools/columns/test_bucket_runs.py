@@ -28,8 +28,6 @@ from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.columns.making import add_column
 from energon_bridge.tools.forecast.run import run_of_mix
 from energon_bridge.tools.testing import write_shard
-from energon_bridge.trainers.replica.balance import balanced, make_balance
-from energon_bridge.trainers.replica.costs import BatchCost
 
 TIERS = AspectTiers(area=512 * 512)
 GROUP = 6
@@ -370,8 +368,6 @@ def test_what_does_not_fit_buckets_says_so(data: Path) -> None:
     dataset = opened(data / "a", worker_config=config_of(1, 0, num_lanes=None, microbatches_per_global_batch=GROUP))
     with pytest.raises(ConfigurationError, match="group_by"):
         run_of_mix(dataset)
-    with pytest.raises(ConfigurationError, match="window=2"):
-        balanced(ranks_of(dataset)[0], make_balance(BatchCost(), window=2))
 
     class Several(TensorEncoder):
         def encode_batch(self, batch: Any) -> Any:

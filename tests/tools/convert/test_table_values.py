@@ -324,4 +324,4 @@ def test_what_filters_cannot_take_is_named(tmp_path: Path) -> None:
 def test_amounts_need_a_value_of_each_row(tmp_path: Path) -> None:
     dataset = open_tables(written(tmp_path / "rows.parquet", n=[1, None, 3, None]), split_part="train")
     with pytest.raises(ConfigurationError, match="'n' has no value in 2 of 4 rows"):
-        numbers_of_samples(dataset, "n", where="a mix")
+        numbers_of_samples(dataset, "n", where="a mix", use="counted by them")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 from functools import partial
@@ -22,7 +21,6 @@ from energon_bridge.core.errors import (
     BalanceError,
     ConfigurationError,
     FatalSampleError,
-    SettingMismatchError,
     StepMismatchError,
     WrongUseError,
 )
@@ -66,8 +64,7 @@ def open_data(
     if kind == "packed":
         options |= {"packing_buffer_size": 20, "batch_size": 1}
     dataset = get_train_dataset(source, worker_config=config, max_samples_per_sequence=20, **options)
-    window = settings.get("window", 1)
-    shared = make_balance(settings.get("cost", COST), timeout_seconds=60, window=window) if balance else None
+    shared = make_balance(settings.get("cost", COST), timeout_seconds=60) if balance else None
     return EnergonDataloader(get_savable_loader(dataset), balance=shared)
 
 
@@ -149,47 +146,6 @@ def test_a_run_goes_on_over_any_numbers_of_ranks_and_lost_workers(data: Path, un
         state = results[0][1]
         assert all(restarts > 0 for _, _, restarts, _ in results) == (workers > 0)
     assert found == unbalanced["mix"][:7]
-
-
-def test_windows_are_the_same_on_any_ranks(data: Path, unbalanced: dict[str, Any]) -> None:
-    """Global batches are cut anew, two at a time; a state within a window goes on on other ranks, and names K."""
-
-    def run(rank: int, ranks: int, steps: int, state: Any) -> Any:
-        loader = open_data(data, ranks, rank, kind="packed", window=2, workers=int(ranks == 2))
-        if state is not None:
-            loader.load_state_dict(state)
-        found = take(loader, steps, ranks)
-        state, numbers = loader.state_dict(), loader.metrics()
-        ahead = take(loader, 2, ranks)
-        loader.restore_state(state)  # within a window: it is loaded again
-        assert take(loader, 2, ranks) == ahead
-        if state["microbatches"] % (2 * G):
-            with pytest.raises(WrongUseError, match="1 of 2 global batches of this window were delivered"):
-                loader.loader.set_weights([1])
-        other = open_data(data, ranks, rank, kind="packed", window=4)
-        with pytest.raises(SettingMismatchError, match="with balance_window=2, this run has balance_window=4"):
-            other.load_state_dict(state)
-        plain = open_data(data, ranks, rank, kind="packed", balance=False)
-        with pytest.raises(SettingMismatchError, match="with balance_window=2, this run has balance_window=1"):
-            plain.load_state_dict(state)
-        return found, state, numbers, [opened.close() for opened in (loader, other, plain)]
-
-    ((found, *_),) = [run(0, ranks=1, steps=8, state=None)]
-    reference = global_batches([found], 1)
-    assert reference != unbalanced["packed"][:8]
-    for first in range(0, 8, 2):
-        sets = (whole[first : first + 2] for whole in (reference, unbalanced["packed"]))
-        cut, came = (sorted(itertools.chain.from_iterable(pair)) for pair in sets)
-        assert cut == came
-    state, delivered = None, []
-    for ranks, steps in ((4, 3), (2, 5)):
-        results = on_gloo(ranks, partial(run, ranks=ranks, steps=steps, state=state))
-        delivered += global_batches([found for found, *_ in results], ranks)
-        state = results[0][1]
-        numbers = results[0][2]
-        assert numbers["balance_step"] < numbers["balance_step_before"]
-        assert numbers["balance_own_share"] == 0
-    assert delivered == reference
 
 
 def changed_weights(loader: Any) -> int:
@@ -349,11 +305,6 @@ def test_what_cannot_be_balanced_is_refused_by_name(data: Path) -> None:
             EnergonDataloader([1, 2], balance=balance)
         with pytest.raises(ConfigurationError, match="cost must be a function of a batch"):
             make_balance(1.0)  # type: ignore[arg-type]
-        for window in (0, True, 1.5):
-            with pytest.raises(ConfigurationError, match="window must be a number of global batches, from 1 to 65536"):
-                make_balance(COST, window=window)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match=r"own_share=True needs a ColumnCost, .* got BatchCost"):
-            make_balance(COST, own_share=True)
         loader = get_savable_loader(get_train_dataset(data / "a", worker_config=config_of(3, 0), batch_size=2))
         with pytest.raises(ConfigurationError, match="that of data-parallel rank 0 of 3"):
             EnergonDataloader(loader, balance=balance)

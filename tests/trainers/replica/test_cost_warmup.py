@@ -148,9 +148,3 @@ def test_ranks_that_exchange_go_over_to_the_fitted_weights(data: Path) -> None: 
     assert global_batches([found for found, *_ in results], 2) == expected
     assert results[0][1:] == results[1][1:]
     assert results[0][2].cost.attention == pytest.approx(1e-5, rel=1e-3)
-
-    def windows(rank: int) -> None:
-        with pytest.raises(ConfigurationError, match="window=2"):
-            open_data(data, 2, rank, kind="packed", cost=CostWarmup(), window=2)
-
-    on_gloo(2, windows)
