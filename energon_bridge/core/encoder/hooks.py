@@ -1,6 +1,6 @@
 """The hooks: every piece of user code that runs for a sample, a pack or a microbatch, and what it can ask the engine.
 
-The table has their names, arguments and keys. `stream/steps.py` runs them by it: it seeds the generators, names
+The table has their names, arguments and keys. `stream/user_code.py` runs them by it: it seeds the generators, names
 what is running for the watchdog and for messages, and asks the error policy about failures.
 """
 

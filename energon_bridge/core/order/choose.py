@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,16 @@ class BucketBlend(Protocol):
 def has_sums(blend: object) -> TypeGuard[SummingBlend]:
     """Whether a blend is a `SummingBlend`: asked of each lane, and `isinstance` of a protocol costs 10 us."""
     return hasattr(blend, "draws")
+
+
+def has_buckets(blend: object) -> TypeGuard[BucketBlend]:
+    """Whether a blend is a `BucketBlend`, whose buckets have blends of their own."""
+    return hasattr(blend, "blends")
+
+
+def goes_by_number(blend: object) -> TypeGuard[Blend]:
+    """Whether a blend is a `Blend`: the number of a draw says its leaf."""
+    return hasattr(blend, "leaves")
 
 
 AnyBlend: TypeAlias = Blend | SummingBlend | BucketBlend
@@ -269,8 +279,8 @@ class Chooser(Generic[R]):
         self._blend: Blend | None = None
         if has_sums(blend):
             self._summed = blend.draws(cursors.leaves, lane, at)
-        else:
-            self._blend = cast("Blend | None", blend)  # of buckets, each has a chooser of its own
+        elif goes_by_number(blend):
+            self._blend = blend
         self.draw = at.draw
         self.leaf_draws = list(at.leaf_draws)
 
@@ -369,8 +379,9 @@ def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, d
     """
     if blend is None:
         return Standing(draw, [draw])
-    if not has_sums(blend):
-        return Standing(draw, cast(Blend, blend).counts(lane, draw).tolist())
+    if goes_by_number(blend):
+        return Standing(draw, blend.counts(lane, draw).tolist())
+    assert has_sums(blend), "each bucket has a standing of its own"
     counts = np.zeros(len(leaves), dtype=np.int64)
     draws = blend.draws(leaves, lane, Standing(0, counts.tolist()))
     for first in range(0, draw, _STRETCH):

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from energon_bridge.core.order.choose import AnyBlend
 from energon_bridge.core.stream.draws import BatchRow, Draws
-from energon_bridge.core.stream.pack_buffer import Packing, PackRules, pack_rules
+from energon_bridge.core.stream.pack_buffer import ByLength, Packing, PackRules, pack_rules
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.state import Counts, LaneState, Stage, as_members
 
@@ -62,7 +63,7 @@ class FollowedDraws(Draws):
     def sums(self) -> tuple[int, ...]:
         return self._sums
 
-    def prepare(self, draws: int) -> None:
+    def prepare(self, microbatches: int) -> None:
         """Do nothing: a selection loads what it needs."""
 
 
@@ -94,7 +95,8 @@ class SharedBuffer:
         self._draws = Draws(number, pipeline, blend, state)
         rules = pack_rules(pipeline.leaves, blend, number, by_epoch=True)
         waiting = replace(state, held=state.held.only(Stage.BUFFER))
-        self._packing = Packing(self._draws, pipeline, waiting, rules)
+        kind = ByLength if pipeline.own.by_length else Packing
+        self._packing = kind(self._draws, pipeline, waiting, rules)
         self._at = self._state()
         self._found: dict[Key, Selection] = {}
         self.held = 0
@@ -245,9 +247,9 @@ class DealtPacking(Packing):
         self._followed = draws
         self._buffers = buffers
 
-    def settle(self, rows: int, counts: Counts) -> None:
+    def settle(self, counts: Counts) -> None:
         """Take packs until there are enough for the next microbatch."""
-        self._select_for(rows, counts)
+        self._select_for(self._pipeline.rows, counts)
         self._pipeline.budget.keep(self)
 
     def select(self, counts: Counts) -> None:
@@ -259,7 +261,21 @@ class DealtPacking(Packing):
         members = [as_members([row.members[0] for row in pack]) for pack in packs]
         self._waiting.follow(members, after.held, target=after.buffer, dealt=after.dealt)
 
-    @property
-    def dealt(self) -> int:
-        """The packs that were selected of the shared buffer up to where the lane has seen it."""
-        return self._waiting.dealt
+    def fields(self) -> dict[str, Any]:
+        """(With the packs that were selected of the shared buffer up to where the lane has seen it.)"""
+        return {"buffer": self._waiting.target, "dealt": self._waiting.dealt}
+
+
+class DealtByLength(DealtPacking, ByLength):
+    """The microbatches by length of one lane that shares its buffer."""
+
+
+def dealt_stages(
+    number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState, buffers: SharedBuffers
+) -> tuple[FollowedDraws, DealtPacking]:
+    """Return the stages of a lane that takes packs, or microbatches by length, of a buffer that lanes share."""
+    stream = number % pipeline.leaves[0].order.num_lanes
+    draws = FollowedDraws(pipeline, stream, state)
+    rules = pack_rules(pipeline.leaves, blend, stream, by_epoch=True)
+    kind = DealtByLength if pipeline.own.by_length else DealtPacking
+    return draws, kind(draws, pipeline, state, rules, number, buffers)

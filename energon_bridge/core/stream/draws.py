@@ -6,7 +6,7 @@ Nothing here depends on who owns the lane or on how far ahead draws are loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from itertools import compress
 from typing import Any, NamedTuple
@@ -23,9 +23,18 @@ from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, named
 from energon_bridge.core.stream.pipeline import PendingLoads, Pipeline, SampleColumns, load_picks
 from energon_bridge.core.stream.reader import DrawSpan
-from energon_bridge.core.stream.state import COLUMNS, Counts, LaneState, SampleRef, as_members
+from energon_bridge.core.stream.restore_keys import PlainKey, RowKey, SampleKey, pack_key, read_key
+from energon_bridge.core.stream.state import (
+    COLUMNS,
+    NOTHING_HELD,
+    BufferedRefs,
+    Counts,
+    LaneState,
+    SampleRef,
+    as_members,
+)
 from energon_bridge.core.stream.user_code import BegunDraw
-from energon_bridge.core.stream.values import FailedSample, RestoreKey
+from energon_bridge.core.stream.values import FailedSample
 
 _NOTHING = SampleColumns([], [], [], [])
 _BYTES = COLUMNS.index("bytes")
@@ -37,7 +46,7 @@ _BARREN = 1000
 class _Draw(NamedTuple):
     leaf: int
     size: int
-    key: RestoreKey
+    key: SampleKey
     sample: Any
     begun: BegunDraw | None = None
 
@@ -50,10 +59,10 @@ class Draws:
         bucket: Name of the bucket that the draws are of, if microbatches come from buckets.
 
     Attributes:
+        rows: Rows of a microbatch.
         draw: Number of the next draw, or of the current one while samples are left of it.
         taken: Samples already taken of the current draw.
         leaf_draws: Draws made in each leaf.
-        ahead: Whether to load draws beyond those requested.
     """
 
     def __init__(
@@ -77,23 +86,61 @@ class Draws:
         # What has been chosen, and is loaded or loading.
         self._chooser = Chooser(pipeline.cursors, blend, number, state.standing)
         self._first = state.draw
+        self._since = state.draw
+        self._settled = 0
         self._slab: Slab | None = None
         self._loading = PendingLoads(pipeline)
         self._loaded = _NOTHING
         self._at = 0  # of the next draw in `_loaded`
         self._begun: deque[_Draw] = deque()
-        self._outputs: deque[tuple[RestoreKey, Any]] = deque()
+        self._outputs: deque[tuple[SampleKey, Any]] = deque()
         self._outputs_of = self._outputs_size = 0
         # The first microbatch reads only its own draws, so that a resume costs no more than a fresh start.
-        self.ahead = False
+        self._ahead = False
 
     def sums(self) -> tuple[int, ...]:
         """Return the sums of the leaves at the position, in a blend by amounts."""
         return self._chooser.sums(self.draw)
 
-    def prepare(self, draws: int) -> None:
-        """Start loading the next draws."""
-        self._schedule_up_to(self.draw + draws)
+    # The first stage of a lane (`lane.py`) ---------------------------------------------------------------------------
+
+    def prepare(self, microbatches: int) -> None:
+        """Start loading the draws that the next microbatches will probably need."""
+        draws = self.rows
+        if self._settled and self._pipeline.own.waits:
+            draws = max(1, (self.draw - self._first) // self._settled)
+        self._schedule_up_to(self.draw + microbatches * draws)
+
+    def take(self, counts: Counts) -> Taken:
+        drawn = self.collect(self.rows, counts)
+        return Taken(drawn.samples, drawn.keys, drawn.leaves, lambda: rows_of(drawn))
+
+    def next_row(self, counts: Counts) -> BatchRow:
+        return rows_of(self.collect(1, counts))[0]
+
+    def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
+        return reencode(self._pipeline, rows, counts)
+
+    def waiting(self) -> BufferedRefs:
+        return NOTHING_HELD
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "draw": self.draw,
+            "taken": self.taken,
+            "leaf_draws": tuple(self.leaf_draws),
+            "origin": self.origin,
+            "sums": self.sums(),
+        }
+
+    def settle(self, counts: Counts) -> None:
+        self._ahead = True
+        self._since = self.draw
+        self._settled += 1
+
+    def give_up_if_barren(self) -> None:
+        """Raise if the draws since the last microbatch gave nothing, and the loop would never end."""
+        self.give_up_after(self._since)
 
     def collect(self, wanted: int, counts: Counts, stop: int | None = None, *, waits: bool = False) -> SampleColumns:
         """Return the next encoded samples, fewer if draw `stop` is reached; count the draws that give none.
@@ -115,7 +162,7 @@ class Draws:
                 since = self.draw
                 continue
             if not self._begun and self._at == len(self._loaded.keys):
-                self.give_up_if_barren(since)
+                self.give_up_after(since)
                 self._load(wanted - len(out.samples))
             if self._pipeline.own.encodes:
                 if not self._begun and self._pipeline.own.posts_alone:
@@ -131,8 +178,8 @@ class Draws:
                 self._loaded, self._at = _NOTHING, 0  # what was taken must not stay until this lane's next turn
         return out
 
-    def give_up_if_barren(self, since: int) -> None:
-        """Raise if so many draws gave nothing that the loop would never end."""
+    def give_up_after(self, since: int) -> None:
+        """Raise if so many draws since one gave nothing that the loop would never end."""
         draws = self.draw - since
         pipeline = self._pipeline
         if draws > _BARREN and draws > 10 * pipeline.num_samples:
@@ -227,7 +274,7 @@ class Draws:
             good = [bool(self._pipeline.encode(*draw, counts)) for draw in zip(leaves, samples, keys, strict=True)]
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
         else:
-            self._pipeline.steps.worked(self._pipeline.own.first, leaves)
+            self._pipeline.code.worked(self._pipeline.own.first, leaves)
         out.keys.extend(keys)
         out.samples.extend(samples)
         out.leaves.extend(leaves)
@@ -246,11 +293,11 @@ class Draws:
             spans = chooser.spans(count)
             if (chooser.draw - self._first) % self.rows == 0:
                 self._slab = None  # full; only its images keep it
-            rounds = self.ahead and pipeline.settings.reads_rounds
+            rounds = self._ahead and pipeline.settings.reads_rounds
             self._loading.schedule(spans, ahead=rounds, into=into)
             if rounds:
                 self._read_ahead(spans)
-            elif self.ahead and pipeline.settings.draws_ahead:
+            elif self._ahead and pipeline.settings.draws_ahead:
                 self._read_some_ahead(spans)
 
     def _slab_row(self) -> tuple[Slab, int] | None:
@@ -304,15 +351,10 @@ class BatchRow:
     size: int = 0
     read: int = 0
 
-    def key(self, pipeline: Pipeline) -> tuple[Any, ...]:
+    def key(self, pipeline: Pipeline) -> PlainKey:
         """Return its restore key."""
-        keys = tuple(restore_key(pipeline, ref) for ref in self.members)
-        return keys[0] if self.output == SAMPLE else ("Pack", self.output, keys)
-
-
-def restore_key(pipeline: Pipeline, ref: SampleRef) -> RestoreKey:
-    """Return the restore key of a sample."""
-    return (pipeline.leaves[ref.leaf].identity, ref.sample, ref.epoch, ref.output)
+        keys = [(pipeline.leaves[ref.leaf].identity, ref.sample, ref.epoch, ref.output) for ref in self.members]
+        return keys[0] if self.output == SAMPLE else pack_key(self.output, keys)
 
 
 def encode_rows(
@@ -329,14 +371,29 @@ def encode_rows(
             yield [BatchRow((SampleRef(leaf, *each[1:]),), SAMPLE, encoded) for each, encoded in outputs]
 
 
-def batch_rows(pipeline: Pipeline, rows: Sequence[BatchRow], lane: int, number: int, counts: Counts) -> list[Any]:
-    """Return the microbatches of some rows (see `Pipeline.batches`); none of no rows."""
-    if not rows:
-        return []
+class Taken(NamedTuple):
+    """What a microbatch is made of: the samples or packs, their restore keys, the leaves of all samples in them.
+
+    `rows` gives them as rows, for the state of a lane, where hooks make several batches of them.
+    """
+
+    samples: list[Any]
+    keys: Sequence[PlainKey]
+    leaves: list[int]
+    rows: Callable[[], list[BatchRow]]
+
+
+def taken_of(pipeline: Pipeline, rows: list[BatchRow]) -> Taken:
+    """Return what a microbatch of some rows is made of."""
     samples = [row.content for row in rows]
     keys = [row.key(pipeline) for row in rows]
     leaves = [ref.leaf for row in rows for ref in row.members]
-    return pipeline.batches(samples, keys, leaves, lane, number, counts)
+    return Taken(samples, keys, leaves, lambda: rows)
+
+
+def batch_rows(pipeline: Pipeline, rows: list[BatchRow], lane: int, number: int, counts: Counts) -> list[Any]:
+    """Return the microbatches of some rows (see `Pipeline.batches`); none of no rows."""
+    return pipeline.batches(*taken_of(pipeline, rows)[:3], lane, number, counts)
 
 
 def count_read(pipeline: Pipeline, rows: Sequence[BatchRow], counts: Counts) -> None:
@@ -407,7 +464,7 @@ def reencode(
     return [row for row in rows if row.content is not None]
 
 
-def _encode_again(pipeline: Pipeline, row: BatchRow, sample: Any, key: RestoreKey, counts: Counts) -> None:
+def _encode_again(pipeline: Pipeline, row: BatchRow, sample: Any, key: SampleKey, counts: Counts) -> None:
     ref = row.members[0]
     counts.of(ref.leaf)[_ENCODED_AGAIN] += 1
     encoded = pipeline.encode(ref.leaf, sample, key, Counts(), again=True)
@@ -416,44 +473,41 @@ def _encode_again(pipeline: Pipeline, row: BatchRow, sample: Any, key: RestoreKe
         row.size = size_of(row.content, 0)
         return
     gone = LookupError(f"waited to be packed or batched, but its encoder no longer gives output {ref.output}")
-    pipeline.steps.failed(gone, [(ref.leaf, ref.sample)], counts, hook=Hook.RESTORE)
+    pipeline.code.failed(gone, [(ref.leaf, ref.sample)], counts, hook=Hook.RESTORE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches and samples by the restore keys that they were delivered with.
 
 
-def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
+def restore(pipeline: Pipeline, key: PlainKey) -> Any:
     """Return the microbatch or sample with a restore key, encoded again.
 
     Raises:
         LookupError: The key belongs to another dataset, or its sample no longer gives an output.
     """
-    key = _as_tuples(key)
-    if not key or key[0] != "Batch" or len(key) < 4:
-        with pipeline.user_code(restoring=True):
-            pipeline.begin_unknown()
-            return _row(pipeline, key)[0]
-    _, lane, number, keys, *which = key
-    output = which[0] if which else 0
+    named = read_key(key)
     with pipeline.user_code(restoring=True):
-        pipeline.begin(lane, number - output)
-        rows = [_row(pipeline, one) for one in keys]
+        if isinstance(named, RowKey):
+            pipeline.begin_unknown()
+            return _row(pipeline, named)[0]
+        number = named.number - named.output
+        pipeline.begin(named.lane, number)
+        rows = [_row(pipeline, row) for row in named.rows]
         leaves = [leaf for _, leaf in rows]
-        batches = pipeline.collate([row for row, _ in rows], list(keys), leaves, lane, number - output, None)
+        keys = [row.plain for row in named.rows]
+        batches = pipeline.collate([row for row, _ in rows], keys, leaves, named.lane, number, None)
     assert batches is not None, "without counts a hook that fails raises"
-    return batches[output]
+    return batches[named.output]
 
 
-def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
+def describe(pipeline: Pipeline, key: PlainKey) -> str:
     """Return the dataset, shard and key of each sample of a restore key.
 
     Raises:
         LookupError: It is no restore key.
     """
-    key = _as_tuples(key)
-    rows = key[3] if len(key) >= 4 and key[0] == "Batch" else (key,)
-    members = [_checked(one) for row in rows for one in (row[2] if row and row[0] == "Pack" else (row,))]
+    members = read_key(key).samples
     places = []
     for identity, index, _, _ in members[:MAX_MEMBERS]:
         leaf = _leaf_of(pipeline, identity)
@@ -464,49 +518,28 @@ def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
     return named(places, len(members))
 
 
-def _as_tuples(key: Any) -> Any:
-    """Return a restore key as it was made: JSON, and torch's DataLoader, make lists of tuples."""
-    return tuple(map(_as_tuples, key)) if isinstance(key, (list, tuple)) else key
-
-
 def _leaf_of(pipeline: Pipeline, identity: str) -> int | None:
     return next((number for number, leaf in enumerate(pipeline.leaves) if leaf.identity == identity), None)
 
 
-def _checked(key: tuple[Any, ...]) -> RestoreKey:
-    """Return the restore key of a sample, its type checked."""
-    if len(key) != 4 or not isinstance(key[0], str) or not all(isinstance(number, int) for number in key[1:]):
-        raise LookupError(
-            f"{key!r} is not a restore key of this package: expected sample.__restore_key__ or batch.__restore_key__ "
-            "as delivered, such as ('0123456789abcdef', 7, 0, 0)"
-        )
-    return key[0], key[1], key[2], key[3]
-
-
-def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
+def _row(pipeline: Pipeline, key: RowKey) -> tuple[Any, int]:
     """Return the sample or pack with a restore key, and the number of its (first sample's) leaf."""
     code = pipeline.code
-    if key and key[0] == "Pack":
-        _, output, keys = key
-        members = [_restore_one(pipeline, one) for one in keys]
-        refs = [SampleRef(leaf, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
+    members = [_restore_one(pipeline, one) for one in key.samples]
+    refs = [SampleRef(leaf, *one[1:]) for (_, leaf), one in zip(members, key.samples, strict=True)]
+    row, leaf = members[0]
+    if key.output is not None or pipeline.own.by_length:
         pipeline.decode_deferred([sample for sample, _ in members])
         samples = [code.post(sample, ref, None) for (sample, _), ref in zip(members, refs, strict=True)]
-        row = code.pack(samples, refs, None)[output]
-        leaf = members[0][1]
-    else:
-        row, leaf = _restore_one(pipeline, key)
-        if pipeline.own.by_length:
-            pipeline.decode_deferred([row])
-            row = code.post(row, SampleRef(leaf, *key[1:]), None)
+        row = samples[0] if key.output is None else code.pack(samples, refs, None)[key.output]
     if pipeline.settings.run.batch_size is None and not pipeline.own.groups:
-        pipeline.collate([row], [key], [leaf], 0, 0, None)
+        pipeline.collate([row], [key.plain], [leaf], 0, 0, None)
     return row, leaf
 
 
-def _restore_one(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
+def _restore_one(pipeline: Pipeline, key: SampleKey) -> tuple[Any, int]:
     """Return the sample with a restore key and the number of its leaf."""
-    identity, index, epoch, output = _checked(key)
+    identity, index, epoch, output = key
     leaf = _leaf_of(pipeline, identity)
     if leaf is None:
         known = ", ".join(sorted({one.dataset.path for one in pipeline.leaves})[:3])

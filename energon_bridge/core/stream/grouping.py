@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from energon_bridge.core.errors import EmptyDatasetError, FatalSampleError
-from energon_bridge.core.stream.draws import BatchRow
+from energon_bridge.core.stream.draws import BatchRow, Draws, Taken, taken_of
+from energon_bridge.core.stream.pack_buffer import Packing
 from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.returned import shown
 from energon_bridge.core.stream.state import BufferedRefs, Counts, Stage
-from energon_bridge.core.stream.user_code import shown
 
 T = TypeVar("T")
 
@@ -131,17 +132,18 @@ class Grouping:
     """The groups of one lane.
 
     Args:
-        batch_size: Rows of a batch if the criterion gives no size.
+        before: Gives the rows.
         waiting: Rows of a restored state, in order; they are encoded before they are grouped.
 
     Attributes:
         held: Bytes of the contents waiting here.
     """
 
-    def __init__(self, pipeline: Pipeline, batch_size: int | None, waiting: list[BatchRow]) -> None:
+    def __init__(self, before: Draws | Packing, pipeline: Pipeline, waiting: list[BatchRow]) -> None:
+        self._before = before
         self._pipeline = pipeline
         self._waiting = waiting
-        self._groups: Groups[BatchRow] = Groups(batch_size)
+        self._groups: Groups[BatchRow] = Groups(pipeline.settings.run.batch_size)
         self._refused = 0  # rows in a row
         self.held = 0
         pipeline.budget.join(self)
@@ -152,22 +154,29 @@ class Grouping:
             (Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._groups.waiting)
         )
 
-    def take(
-        self, next_row: Callable[[], BatchRow], remake: Callable[[list[BatchRow]], list[BatchRow]], counts: Counts
-    ) -> list[BatchRow]:
-        """Return the rows of the next full group."""
+    def fields(self) -> dict[str, Any]:
+        return {}
+
+    def settle(self, counts: Counts) -> None:
+        """Do nothing: rows are drawn when a group needs them."""
+
+    def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
+        return self._before.made_again(rows, counts)
+
+    def take(self, counts: Counts) -> Taken:
+        """Return the next full group."""
         if self._waiting:
-            waiting = remake(self._waiting)
+            waiting = self.made_again(self._waiting, counts)
             self._waiting = []
             for row in waiting:
                 full = self._add(row, counts)
                 assert not full, "a group that waits is not full"
         while True:
-            full = self._add(next_row(), counts)
+            full = self._add(self._before.next_row(counts), counts)
             self._check_waiting()
-            rows = self._with_contents(full, remake)
+            rows = self._with_contents(full, counts)
             if full and len(rows) == len(full):
-                return rows
+                return taken_of(self._pipeline, rows)
             for row in rows:  # the others no longer encode, and are counted
                 self._add(row, counts)
 
@@ -175,13 +184,11 @@ class Grouping:
         """Return the rows whose contents may be dropped, the newest first."""
         return reversed(self._groups.waiting)
 
-    def _with_contents(
-        self, rows: list[BatchRow], remake: Callable[[list[BatchRow]], list[BatchRow]]
-    ) -> list[BatchRow]:
+    def _with_contents(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
         """Return the rows of a full group with their contents; rows that no longer encode are left out."""
         made: list[BatchRow] = []
         for row in rows:
-            made += [row] if row.content is not None else remake([row])
+            made += [row] if row.content is not None else self.made_again([row], counts)
         return made
 
     def _add(self, row: BatchRow, counts: Counts) -> list[BatchRow]:

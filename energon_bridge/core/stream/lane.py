@@ -1,10 +1,10 @@
 """Lanes: the L endless streams of a run, each from its order to its microbatches; and how a process makes them.
 
 A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches; and its
-state after microbatch m is a function of m, wherever the run was stopped. The stages in order: draws (`draws.py`)
-become encoded samples; samples become packs (`pack_buffer.py`, if the encoder packs); samples or packs are the rows of
-microbatches, `batch_size` at a time, by group (`grouping.py`, if the encoder groups), or by length (`pack_buffer.py`,
-with `max_tokens_per_microbatch`).
+state after microbatch m is a function of m, wherever the run was stopped. A lane is a list of stages (`stages_of`):
+draws (`draws.py`, of buckets `bucket_draws.py`) become encoded samples; samples become packs, or microbatches by length
+(`pack_buffer.py`, `dealt_packs.py` where lanes share a buffer); and samples or packs become groups (`grouping.py`).
+What the last stage gives becomes batches here.
 """
 
 from __future__ import annotations
@@ -12,20 +12,67 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterator, Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from energon_bridge.core.errors import FatalSampleError, HookTimeoutError
-from energon_bridge.core.order.choose import AnyBlend, BucketBlend
-from energon_bridge.core.stream.dealt_packs import DealtPacking, FollowedDraws, SharedBuffers
-from energon_bridge.core.stream.draws import BatchRow, Draws, batch_rows, reencode, rows_of
+from energon_bridge.core.errors import HookTimeoutError
+from energon_bridge.core.order.choose import AnyBlend, has_buckets
+from energon_bridge.core.stream.bucket_draws import BucketDraws
+from energon_bridge.core.stream.dealt_packs import SharedBuffers, dealt_stages
+from energon_bridge.core.stream.draws import BatchRow, Draws, Taken, taken_of
 from energon_bridge.core.stream.grouping import Grouping
-from energon_bridge.core.stream.pack_buffer import Packing, pack_rules
+from energon_bridge.core.stream.pack_buffer import ByLength, Packing, pack_rules
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
 
 _BARREN = 1000
 """Microbatches in a row that hooks may refuse before the stream counts as barren."""
+
+
+class LaneStage(Protocol):
+    """One stage of a lane: `stages_of` says which there are."""
+
+    def take(self, counts: Counts) -> Taken:
+        """Return what the next microbatch is made of."""
+
+    def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
+        """Encode rows of a restored state again; leave out those that no longer encode."""
+
+    def waiting(self) -> BufferedRefs:
+        """Return the rows that wait here, as references."""
+
+    def fields(self) -> Mapping[str, Any]:
+        """Return what else the state of the lane says of this stage, by the fields of `LaneState`."""
+
+    def settle(self, counts: Counts) -> None:
+        """Get ready for the next microbatch, after one was delivered and before the state is taken."""
+
+
+def stages_of(
+    number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState, buffers: SharedBuffers | None
+) -> tuple[Draws | BucketDraws, Sequence[LaneStage]]:
+    """Return the draws of a lane, and all its stages in order, beginning with these: each takes from the one before."""
+    if has_buckets(blend):
+        of_buckets = BucketDraws(number, pipeline, blend, state)
+        return of_buckets, [of_buckets]  # settings refuse packs and groups beside them
+    draws: Draws
+    if buffers is not None:
+        draws, packing = dealt_stages(number, pipeline, blend, state, buffers)
+        stages: list[Draws | Packing] = [draws, packing]
+    else:
+        draws = Draws(number, pipeline, blend, state)
+        stages = [draws]
+        if pipeline.settings.run.packing_buffer_size:
+            rules = pack_rules(pipeline.leaves, blend, number, by_epoch=pipeline.settings.packs_by_epoch)
+            stages.append((ByLength if pipeline.own.by_length else Packing)(draws, pipeline, state, rules))
+    if pipeline.own.groups:
+        return draws, [*stages, Grouping(stages[-1], pipeline, waiting_rows(state, Stage.GROUP))]
+    return draws, stages
+
+
+def waiting_rows(state: LaneState, stage: Stage) -> list[BatchRow]:
+    """Return the rows that wait in a stage, by the state of a lane."""
+    return [BatchRow(tuple(refs), output) for _, refs, output in state.held.only(stage).entries()]
 
 
 class Lane:
@@ -50,79 +97,25 @@ class Lane:
         self.number = number
         self._pipeline = pipeline
         self._microbatches = state.microbatches
-        self._turns = cast(BucketBlend, blend) if pipeline.settings.run.group_by else None
-        self._leaf_draws = list(state.leaf_draws)
-        self._buckets: dict[int, Draws] = {}
-        self._packing: Packing | None = None
-        self._draws: Draws
-        if buffers is not None:
-            self._draws, self._packing = self._dealt(buffers, blend, state)
-        else:
-            self._draws = self._bucket(state.microbatches) or Draws(number, pipeline, blend, state)
-        self._first_draw = state.draw
-        self._first_microbatch = state.microbatches
-        held = state.held.entries()
-        if buffers is None and pipeline.settings.run.packing_buffer_size:
-            rules = pack_rules(pipeline.leaves, blend, number, by_epoch=pipeline.settings.packs_by_epoch)
-            self._packing = Packing(self._draws, pipeline, state, rules)
-        waiting = [BatchRow(tuple(refs), output) for stage, refs, output in held if stage is Stage.GROUP]
-        self._grouping = Grouping(pipeline, pipeline.settings.run.batch_size, waiting) if pipeline.own.groups else None
+        self._draws, self._stages = stages_of(number, pipeline, blend, state, buffers)
         # Batches that the hooks made from `_batched`, until all of them are delivered.
         self._batches: deque[Any] = deque()
         self._batches_taken = state.batches_taken
-        self._batched = [BatchRow(tuple(refs), output) for stage, refs, output in held if stage is Stage.BATCH]
-
-    def _dealt(
-        self, buffers: SharedBuffers, blend: AnyBlend | None, state: LaneState
-    ) -> tuple[FollowedDraws, DealtPacking]:
-        """Return where the lane's buffer is, and its packs, of a buffer that lanes share."""
-        pipeline = self._pipeline
-        stream = self.number % pipeline.leaves[0].order.num_lanes
-        draws = FollowedDraws(pipeline, stream, state)
-        rules = pack_rules(pipeline.leaves, blend, stream, by_epoch=True)
-        return draws, DealtPacking(draws, pipeline, state, rules, self.number, buffers)
-
-    def _bucket(self, microbatch: int) -> Draws | None:
-        """Return the draws in the bucket that a microbatch comes from; None without buckets."""
-        blend = self._turns
-        if blend is None:
-            return None
-        bucket = blend.bucket(microbatch)
-        draws = self._buckets.get(bucket)
-        if draws is None:
-            state = LaneState(0, blend.draws_in(bucket, self._leaf_draws), 0, tuple(self._leaf_draws))
-            draws = Draws(
-                self.number, self._pipeline, blend.blends[bucket], state, blend.rows[bucket], blend.names[bucket]
-            )
-            self._buckets[bucket] = draws
-        return draws
+        self._batched = waiting_rows(state, Stage.BATCH)
 
     def prepare(self, microbatches: int) -> None:
         """Start loading the draws that the next microbatches will probably need."""
-        if self._buckets:
-            coming = Counter(self._bucket(self._microbatches + number) for number in range(microbatches))
-            for bucket, count in coming.items():
-                assert bucket is not None
-                bucket.prepare(count * bucket.rows)
-            return
-        made = self._microbatches - self._first_microbatch
-        draws = self._pipeline.rows
-        if made and (self._packing or self._grouping):
-            draws = max(1, (self._draws.draw - self._first_draw) // made)
-        self._draws.prepare(microbatches * draws)
+        self._draws.prepare(microbatches)
 
     def produce(self) -> LaneBatch:
         """Return the next microbatch and the state of the lane after it."""
         counts = Counts()
-        if self._buckets:
-            self._draws = self._bucket(self._microbatches) or self._draws
         with self._pipeline.user_code():
-            first = self._draws.draw
             attempts = 0
             while not self._batches:
                 if attempts > _BARREN:
-                    self._draws.give_up_if_barren(first)
-                self._batch(counts)
+                    self._draws.give_up_if_barren()
+                self._make(counts)
                 attempts += 1
             batch = self._batches.popleft()
             self._batches_taken += 1
@@ -130,78 +123,42 @@ class Lane:
                 self._batched = []
                 self._batches_taken = 0
             self._microbatches += 1
-            if self._packing is not None:
-                self._packing.settle(self._pipeline.rows, counts)
-        self._draws.ahead = True
+            for stage in reversed(self._stages):
+                stage.settle(counts)
         return LaneBatch(batch, self._draws.rows, self._state(), counts)
 
-    def _state(self) -> LaneState:
-        draws = self._draws
-        if self._turns is not None:
-            if draws.taken or self._batches:
-                raise FatalSampleError(
-                    f"{type(self._pipeline.code.encoder).__name__} makes several samples or batches of one, so "
-                    "microbatches of one bucket (group_by) cannot follow from their numbers: make one of each"
-                )
-            for leaf, bucket in enumerate(self._turns.of_leaf):
-                if bucket in self._buckets:
-                    self._leaf_draws[leaf] = self._buckets[bucket].leaf_draws[leaf]
-            return LaneState(self._microbatches, sum(self._leaf_draws), 0, tuple(self._leaf_draws))
-        parts = [stage.waiting() for stage in (self._packing, self._grouping) if stage is not None]
-        if self._batched:
-            parts.insert(0, BufferedRefs.of((Stage.BATCH, row.members, row.output) for row in self._batched))
-        return LaneState(
-            self._microbatches,
-            draws.draw,
-            draws.taken,
-            tuple(draws.leaf_draws),
-            draws.origin,
-            BufferedRefs.joined(parts),
-            self._batches_taken,
-            0 if self._packing is None else self._packing.target,
-            draws.sums(),
-            0 if self._packing is None else self._packing.dealt,
-        )
-
-    def _batch(self, counts: Counts) -> None:
+    def _make(self, counts: Counts) -> None:
         """Make the next batches; none if a hook refuses the rows."""
         pipeline = self._pipeline
-        skip = 0
-        pipeline.begin(self.number, self._microbatches - (self._batches_taken if self._batched else 0))
-        if self._batched:  # restored: leave out what was delivered
-            rows = self._made_again(self._batched, counts)
-            skip = self._batches_taken
+        last = self._stages[-1]
+        skip = self._batches_taken if self._batched else 0
+        number = self._microbatches - skip
+        pipeline.begin(self.number, number)
+        if self._batched:  # restored: what was delivered is left out, and was counted
+            taken = taken_of(pipeline, last.made_again(self._batched, counts))
             counts = Counts()
-            self._batches_taken = 0
-        elif self._grouping is not None:
-            rows = self._grouping.take(lambda: self._next_row(counts), lambda r: self._made_again(r, counts), counts)
-        elif self._packing is not None and pipeline.own.by_length:
-            rows = self._packing.take_microbatch(counts)
-        elif self._packing is not None:
-            rows = [self._packing.take(counts) for _ in range(pipeline.rows)]
         else:
-            drawn = self._draws.collect(self._draws.rows, counts)
-            batches = pipeline.batches(drawn.samples, drawn.keys, drawn.leaves, self.number, self._microbatches, counts)
-            self._batches.extend(batches)
-            if len(batches) > 1:
-                self._batched = rows_of(drawn)
-            return
-        self._batches.extend(batch_rows(pipeline, rows, self.number, self._microbatches - skip, counts)[skip:])
-        self._batched = rows if self._batches else []
+            taken = last.take(counts)
+        batches = pipeline.batches(taken.samples, taken.keys, taken.leaves, self.number, number, counts)
+        self._batches.extend(batches[skip:])
+        self._batched = taken.rows() if len(self._batches) > 1 else []
         self._batches_taken = skip if self._batches else 0
-        for row in rows:
+        for row in self._batched:
             row.content = None
 
-    def _next_row(self, counts: Counts) -> BatchRow:
-        if self._packing is not None:
-            return self._packing.take(counts)
-        return rows_of(self._draws.collect(1, counts))[0]
-
-    def _made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
-        """Encode the rows of a restored state again."""
-        if self._packing is None:
-            return reencode(self._pipeline, rows, counts)
-        return self._packing.made_again(rows, counts)
+    def _state(self) -> LaneState:
+        held = [stage.waiting() for stage in self._stages]
+        if self._batched:
+            held.insert(0, BufferedRefs.of((Stage.BATCH, row.members, row.output) for row in self._batched))
+        fields: dict[str, Any] = {}
+        for stage in self._stages:
+            fields |= stage.fields()
+        return LaneState(
+            microbatches=self._microbatches,
+            held=BufferedRefs.joined(held),
+            batches_taken=self._batches_taken,
+            **fields,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,14 +34,14 @@ from energon_bridge.core.stores import (
 )
 from energon_bridge.core.stream.failures import SamplePlace
 from energon_bridge.core.stream.reader import LeafReader, Reader, ShardReader, Unreadable
+from energon_bridge.core.stream.restore_keys import SampleKey
 from energon_bridge.core.stream.settings import StreamSettings
-from energon_bridge.core.stream.steps import Attempt, Begin, PendingSample
+from energon_bridge.core.stream.user_code import Attempt, Begin, PendingSample
 from energon_bridge.core.stream.values import (
     EXCLUDED,
     FailedSample,
     Parser,
     RawDraws,
-    RestoreKey,
     Rows,
     SampleParser,
     sample_parser,
@@ -350,7 +350,7 @@ class JoinValues(Parser):
     def _sizes(self, raws: Sequence[RawRow]) -> list[int]:
         return [sum(len(raw) for raw in row if raw is not None) for row in raws]
 
-    def _joined(self, parts: list[Any], key: RestoreKey, begin: Begin) -> Any:
+    def _joined(self, parts: list[Any], key: SampleKey, begin: Begin) -> Any:
         _, row, epoch, _ = key
         for number, part in enumerate(parts):
             if type(part) is PendingSample:
@@ -379,7 +379,7 @@ class JoinValues(Parser):
         return f"dataset {number if self._names is None else repr(self._names[number])}"
 
 
-def _completed(sample: Any, parts: list[Any], key: RestoreKey, joiner: str) -> Any:
+def _completed(sample: Any, parts: list[Any], key: SampleKey, joiner: str) -> Any:
     """Set the meta fields of a joined sample that do not depend on its joiner: restore key, sources, subflavors."""
     if sample is None:
         raise FatalSampleError(f"the joiner {joiner} returned None: return the sample, or raise SkipSample")
@@ -446,7 +446,7 @@ class RowParser(SampleParser):
         raw = {name: value for name, value in parts.items() if isinstance(value, memoryview)}  # the others are values
         return {**parts, **super()._values(raw, image, *meta), _FIELDS: parts.fields}  # type: ignore[attr-defined]
 
-    def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
+    def _sample(self, key: str, restore_key: SampleKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         fields = values.pop(_FIELDS)
         dataset = self._dataset
         if dataset.is_crude:

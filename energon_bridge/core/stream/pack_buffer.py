@@ -28,7 +28,7 @@ from energon_bridge.core.order.leaf import LeafOrder
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.registry import load
 from energon_bridge.core.stream.conventions import Conventions
-from energon_bridge.core.stream.draws import BatchRow, Draws, count_read, reencode, rows_of
+from energon_bridge.core.stream.draws import BatchRow, Draws, Taken, count_read, reencode, rows_of, taken_of
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, LaneState, Stage, as_members
 
@@ -300,9 +300,6 @@ class Packing:
     The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes
     a pack when its turn comes, and the buffer in shares after each microbatch.
 
-    With `max_tokens_per_microbatch` microbatches are selected instead of packs: the engine asks the encoder for the
-    length of each sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
-
     The lanes of a process share a byte budget for contents (`Budget`). A lane over its share drops the
     contents it needs last (the newest of the buffer, then the last packs) and encodes them again when it needs
     them. The encoder always sees a complete buffer, so the buffer of a lane that is selecting may exceed the
@@ -338,10 +335,8 @@ class Packing:
         """Samples in the buffer at which the next selection is made."""
         return self._waiting.target
 
-    @property
-    def dealt(self) -> int:
-        """As in the state of a lane: 0, since the buffer is the lane's own."""
-        return 0
+    def fields(self) -> dict[str, Any]:
+        return {"buffer": self._waiting.target}
 
     @property
     def selected(self) -> int:
@@ -370,14 +365,17 @@ class Packing:
         self._packs.popleft()
         self._waiting.take(1)
 
-    def take(self, counts: Counts) -> BatchRow:
+    def take(self, counts: Counts) -> Taken:
+        return taken_of(self._pipeline, [self.next_row(counts) for _ in range(self._pipeline.rows)])
+
+    def next_row(self, counts: Counts) -> BatchRow:
         """Return the next row; select if no pack is left."""
         first = self._draws.draw
         selections = 0
         while not self._outputs:
             if not self._packs:
                 if selections > EMPTY_SELECTIONS:
-                    self._draws.give_up_if_barren(first)
+                    self._draws.give_up_after(first)
                 selections += 1
                 self.select(counts)
                 continue
@@ -392,26 +390,9 @@ class Packing:
             self._done()
         return row
 
-    def take_microbatch(self, counts: Counts) -> list[BatchRow]:
-        """Return the rows of the next microbatch that was selected by length; selects where none is left."""
-        first = self._draws.draw
-        selections = 0
-        while True:
-            if self._packs:
-                rows = self._with_contents(self._packs[0], counts)
-                self._hold(-sum(row.size for row in rows))
-                self._done()
-                count_read(self._pipeline, rows, counts)
-                if rows := post_encoded(self._pipeline, rows, counts):
-                    return rows
-                continue
-            if selections > EMPTY_SELECTIONS:
-                self._draws.give_up_if_barren(first)
-            selections += 1
-            self.select(counts)
-
-    def settle(self, rows: int, counts: Counts) -> None:
+    def settle(self, counts: Counts) -> None:
         """Draw this microbatch's share of the next buffer; select if the next microbatch would find too few packs."""
+        rows = self._pipeline.rows
         left = len(self._packs) // rows
         if left and self._to_restore:
             self._restore(share_of(len(self._to_restore), left), counts)
@@ -425,7 +406,7 @@ class Packing:
         selections = 0
         while len(self._packs) < rows:
             if selections > rows + EMPTY_SELECTIONS:
-                self._draws.give_up_if_barren(first)
+                self._draws.give_up_after(first)
             selections += 1
             self.select(counts)
 
@@ -474,8 +455,9 @@ class Packing:
             self._pipeline.budget.keep(self)
             if packs:
                 return
-        if self._pipeline.own.by_length:
-            return  # no sample has a length; `take_microbatch` gives up if it stays so
+        self._selected_nothing()
+
+    def _selected_nothing(self) -> None:
         raise FatalSampleError(
             f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack from "
             f"{len(self._buffer)} samples, {EMPTY_SELECTIONS} times in a row: return lists of the samples it gets"
@@ -489,7 +471,7 @@ class Packing:
             self._fill(waiting.missing(attempt, self._draws.leaf_draws[0]), counts)
             if len(waiting.members) or waiting.left(self._draws.leaf_draws[0]) is None:
                 return waiting.is_closed(self._draws.leaf_draws[0])
-            self._draws.give_up_if_barren(first)  # an epoch gave nothing
+            self._draws.give_up_after(first)  # an epoch gave nothing
 
     def _moved(self, packs: list[list[BatchRow]], left: list[BatchRow], counts: Counts) -> None:
         """Move rows of the buffer into packs; give up those that too many selections have left over."""
@@ -529,9 +511,6 @@ class Packing:
         out = []
         for row in rows:
             members = reencode(self._pipeline, [BatchRow((ref,)) for ref in row.members], counts)
-            if self._pipeline.own.by_length:
-                out += post_encoded(self._pipeline, members, counts, again=True)
-                continue
             packed = pack_rows(self._pipeline, members, counts, again=True)
             if row.output < len(packed):
                 out.append(packed[row.output])
@@ -546,6 +525,39 @@ class Packing:
     def needed_last(self) -> Iterable[BatchRow]:
         """Return the rows whose contents may be dropped: of the buffer from its end on, then of the last packs."""
         return chain(reversed(self._buffer), *reversed(self._packs))
+
+
+class ByLength(Packing):
+    """The microbatches of one lane that are selected by length (`max_tokens_per_microbatch`).
+
+    The engine asks the encoder for the length of each sample, and what is selected like a pack is a microbatch, whose
+    samples stay rows. Everything else is as for packs, the state too.
+    """
+
+    def take(self, counts: Counts) -> Taken:
+        """Return the next microbatch; select where none is left."""
+        first = self._draws.draw
+        selections = 0
+        while True:
+            if self._packs:
+                rows = self._with_contents(self._packs[0], counts)
+                self._hold(-sum(row.size for row in rows))
+                self._done()
+                count_read(self._pipeline, rows, counts)
+                if rows := post_encoded(self._pipeline, rows, counts):
+                    return taken_of(self._pipeline, rows)
+                continue
+            if selections > EMPTY_SELECTIONS:
+                self._draws.give_up_after(first)
+            selections += 1
+            self.select(counts)
+
+    def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
+        made = reencode(self._pipeline, [BatchRow(row.members) for row in rows], counts)
+        return post_encoded(self._pipeline, made, counts, again=True)
+
+    def _selected_nothing(self) -> None:
+        """Go on: no sample has a length; `take` gives up if it stays so."""
 
 
 def select_packs(

@@ -29,11 +29,11 @@ from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.leaf import Leaf, LeafSource, StorePool, cooker_of
 from energon_bridge.core.stream.policy import FailureTracker
 from energon_bridge.core.stream.reader import DrawSpan, RoundBuffer
+from energon_bridge.core.stream.restore_keys import PlainKey, SampleKey, batch_key, samples_of
 from energon_bridge.core.stream.settings import Budget, StreamSettings
 from energon_bridge.core.stream.state import COUNTERS, Counts
-from energon_bridge.core.stream.steps import PendingSample, Steps, running_hooks
-from energon_bridge.core.stream.user_code import AS_IT_IS, BegunDraw, HookRunner, OwnHooks
-from energon_bridge.core.stream.values import BANNED, Columns, FailedSample, RestoreKey, has_code
+from energon_bridge.core.stream.user_code import AS_IT_IS, BegunDraw, OwnHooks, PendingSample, UserCode, running_hooks
+from energon_bridge.core.stream.values import BANNED, Columns, FailedSample, has_code
 from energon_bridge.core.stream.watchdog import Activities, Watchdog
 
 _LEAVES_TOGETHER = 32
@@ -46,7 +46,7 @@ _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skippe
 class SampleColumns(NamedTuple):
     """Samples in order, loaded (or `FailedSample`) or encoded: the restore key, sample, bytes and leaf of each."""
 
-    keys: list[RestoreKey]
+    keys: list[SampleKey]
     samples: list[Any]
     sizes: list[int]
     leaves: list[int]
@@ -101,8 +101,7 @@ class Pipeline:
         self.source = sources.source
         self.own = own = OwnHooks(run.task_encoder, selects=run.selects, makes=makes)
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
-        self.steps = Steps(self.judge, self.source, own.proves, words[0] if words else None)
-        self.code = HookRunner(run.task_encoder, own, self.steps)
+        self.code = UserCode(run.task_encoder, own, self.judge, self.source, words[0] if words else None)
         self.load_seconds = self.batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog = self._new_watchdog()
@@ -129,9 +128,9 @@ class Pipeline:
             return None
         where = f"rank {settings.config.dp_rank}"
         if worker is None:
-            return Watchdog(settings.watchdog, self.steps.now, self.activities, where)
+            return Watchdog(settings.watchdog, self.code.now, self.activities, where)
         where += f", worker {worker.number}"
-        return Watchdog(settings.watchdog, self.steps.now, self.activities, where, worker.said)
+        return Watchdog(settings.watchdog, self.code.now, self.activities, where, worker.said)
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
@@ -261,12 +260,12 @@ class Pipeline:
         self,
         leaf: int,
         sample: Any,
-        key: RestoreKey,
+        key: SampleKey,
         counts: Counts,
         *,
         again: bool = False,
         begun: BegunDraw | None = None,
-    ) -> list[tuple[RestoreKey, Any]]:
+    ) -> list[tuple[SampleKey, Any]]:
         """Return the encoded samples of one draw with their restore keys; count a draw that gives none.
 
         With `again`, the hooks' own counts were counted before. `begun` is what `begin` made of the draw.
@@ -275,12 +274,12 @@ class Pipeline:
         ref = (leaf, index, epoch, 0)
         source = self.source(leaf)
         if type(sample) is PendingSample:
-            sample = self.steps.made(sample, ref, counts)
+            sample = self.code.made(sample, ref, counts)
         if type(sample) is FailedSample:
             if sample.error is None:
                 counts.of(leaf)[_BANNED if sample is BANNED else _EXCLUDED] += 1
             else:
-                self.steps.failed(sample.error, [(leaf, index)], counts, hook=sample.hook, place=sample.place)
+                self.code.failed(sample.error, [(leaf, index)], counts, hook=sample.hook, place=sample.place)
             return []
         if begun is None:
             encoded = self.code.encode(sample, source, ref, counts, again=again)
@@ -289,7 +288,7 @@ class Pipeline:
                 encoded = self.code.encode(sample, source, ref, counts, again=again, begun=begun)
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
-    def begin_draw(self, leaf: int, sample: Any, key: RestoreKey) -> BegunDraw | None:
+    def begin_draw(self, leaf: int, sample: Any, key: SampleKey) -> BegunDraw | None:
         """Run the first hook on a draw, before its images are decoded; None if the draw has no sample yet."""
         if type(sample) in (PendingSample, FailedSample):
             return None
@@ -302,7 +301,7 @@ class Pipeline:
     def collate(
         self,
         samples: list[Any],
-        keys: Sequence[tuple[Any, ...]],
+        keys: Sequence[PlainKey],
         leaves: Sequence[int],
         lane: int,
         number: int,
@@ -314,10 +313,10 @@ class Pipeline:
         """
         if self.settings.run.batch_size is None and not self.own.groups:
             batches = [self.conventions.delivered(samples[0])]
-            self.steps.worked(Hook.BATCH, leaves)
+            self.code.worked(Hook.BATCH, leaves)
             self.conventions.attach(batches[0], "__restore_key__", keys[0])
         else:
-            _, index, epoch, output = keys[0][2][0] if keys[0][0] == "Pack" else keys[0]
+            _, index, epoch, output = samples_of(keys[0])[0]
             ref = (leaves[0], index, epoch, output)
             whole = self._shown(lane, number)
             start = time.perf_counter()
@@ -330,8 +329,8 @@ class Pipeline:
                 return None
             batches = [self.conventions.delivered(batch) for batch in made]
             for output, batch in enumerate(batches):
-                which = (output,) if len(batches) > 1 else ()
-                self.conventions.attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
+                key = batch_key(lane, number + output, keys, output if len(batches) > 1 else None)
+                self.conventions.attach(batch, "__restore_key__", key)
         for batch in batches:
             if not (self.settings.worker is not None and isinstance(batch, Batch | Sample | dict)):
                 self.conventions.attach(batch, "__valid__", real_rows(len(samples)))
@@ -375,16 +374,18 @@ class Pipeline:
     def batches(
         self,
         samples: list[Any],
-        keys: Sequence[tuple[Any, ...]],
+        keys: Sequence[PlainKey],
         leaves: list[int],
         lane: int,
         number: int,
         counts: Counts,
     ) -> list[Any]:
-        """Return the microbatches of some rows; none if a hook refuses them.
+        """Return the microbatches of some rows; none of no rows, or if a hook refuses them.
 
         Counts the samples of each leaf as delivered or skipped.
         """
+        if not samples:
+            return []
         batches = self.collate(samples, keys, leaves, lane, number, counts)
         if batches is None:
             return []
@@ -398,7 +399,7 @@ class Pipeline:
     def decode_deferred(self, samples: Sequence[Any]) -> None:
         """Decode the deferred images of samples that are about to be packed or batched, on the loading threads."""
         if self.own.posts:
-            self.steps.now.hook, self.steps.now.sample = Hook.DECODE_DEFERRED, None
+            self.code.now.hook, self.code.now.sample = Hook.DECODE_DEFERRED, None
             # On an error the members are decoded one by one later, so that only the broken one is lost.
             with contextlib.suppress(SampleError):
                 decode_deferred(samples, map if self._pool is None else self._pool.map, self._slab_pool.lend)
@@ -417,12 +418,12 @@ class Pipeline:
         run = self.settings.run
         config = self.settings.config
         put_back = restoring or not config.num_workers  # a worker's generators are its own
-        return running_hooks(run.cache_pool, self.steps.tally, put_back=put_back, config=config)
+        return running_hooks(run.cache_pool, self.code.tally, put_back=put_back, config=config)
 
 
-def members_of_rows(leaves: Sequence[int], keys: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, int]]:
+def members_of_rows(leaves: Sequence[int], keys: Iterable[PlainKey]) -> Iterator[tuple[int, int]]:
     """Return leaf and index of the samples of some rows."""
-    return zip(leaves, (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,))), strict=True)
+    return zip(leaves, (one[1] for key in keys for one in samples_of(key)), strict=True)
 
 
 def real_rows(rows: int) -> torch.Tensor:

@@ -1,32 +1,62 @@
-"""The hooks of a task encoder as the engine calls them: which of them are user code, and what they may return.
+"""The one place where user code runs: ``with code.step(Hook.PACK, samples, ref, counts):``.
 
-Each runs in a step (`steps.py`). From `postencode_sample` on, user code sees no deferred images: those in fields are
-decoded first, and those from stores and caches when they are requested (`hooks.DELIVERING`).
+Entering a step names the hook and its argument for the watchdog and for messages, and seeds the global generators of
+`random`, numpy and torch from a key of its first sample, so that running it again gives the same result in any process.
+Leaving it adds what the hook counted to the counters, and asks the error policy about what it raised.
+
+Steps of loading, on any thread, keep what they raise as a value instead (`Attempt`): a failure is judged where the
+draw has its turn. No other module of the engine catches what user code raises, seeds for it, or asks the policy.
+
+From `postencode_sample` on, user code sees no deferred images: those in fields are decoded first, and those from stores
+and caches when they are requested (`DELIVERING`). What hooks return is made plain in `returned.py`; their names and
+keys, and what they can ask, are in `encoder/hooks.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
-import pickle
+import logging
+import random
+import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from operator import index as index_of
-from types import GeneratorType, NoneType
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
 
 from energon_bridge.core.encoder.deferred import decode_deferred
-from energon_bridge.core.encoder.hooks import BATCH, DELIVERING, LAST, UNKNOWN, Hook, Setting, hook_of, is_overridden
-from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError
+from energon_bridge.core.encoder.hooks import (
+    BATCH,
+    CACHE,
+    CONFIG,
+    DELIVERING,
+    FAILED,
+    LAST,
+    NUMBER,
+    SAMPLE,
+    TALLY,
+    UNKNOWN,
+    Hook,
+    Setting,
+    hook_of,
+    is_overridden,
+)
+from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError, SkipSample
+from energon_bridge.core.order.rng import fold
+from energon_bridge.core.samples import SourceInfo
+from energon_bridge.core.storage.helpers import PerProcess
+from energon_bridge.core.stores import CachePool
+from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, place_in
+from energon_bridge.core.stream.policy import FailureTracker
+from energon_bridge.core.stream.returned import group_key, selected_lists, shown, whole_number
 from energon_bridge.core.stream.settings import Selection
-from energon_bridge.core.stream.state import Counts, SampleRef
-from energon_bridge.core.stream.steps import Attempt, Members, Ref, Source, Step, Steps
+from energon_bridge.core.stream.state import COUNTERS, Counts, SampleRef
+from energon_bridge.core.stream.watchdog import Activity, Words
+
+logger = logging.getLogger(__name__)
 
 _LOADING = (Hook.READ, Hook.DECODE, Hook.FIELD_MAP, Hook.PART_FILTER, Hook.SAMPLE_LOADER, Hook.JOINER, Hook.COOK)
 _LATE = (Hook.DECODE_DEFERRED, Hook.POSTENCODE)
@@ -99,6 +129,51 @@ class OwnHooks:
         self.all = (*drawing, *selecting, *((Hook.GROUP,) if self.groups else ()), *_BATCHING)
 
 
+Ref = tuple[int, int, int, int]
+"""Leaf, sample, epoch and output: a `SampleRef`, or a tuple as cheap as can be where every sample needs one."""
+Members = Callable[[], Iterable[tuple[int, int]]]
+"""Returns leaf and index of the samples that a hook works on; asked if it fails, or if the policy wants to know."""
+
+
+class Attempt:
+    """``with attempt:`` keeps in `error` what a step raises over one sample; a mistake of the program goes on."""
+
+    __slots__ = ("error",)
+    passes: ClassVar[tuple[type[BaseException], ...]] = (FatalSampleError,)
+
+    error: Exception
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, self.passes):
+            return False
+        self.error = error
+        return True
+
+
+Begin = Callable[..., None]
+"""Notes which hook of a dataset runs next, on which sample (dataset, index, key), and seeds from further words."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingSample:
+    """A draw whose user code has not run yet: `make` returns its sample, or a `FailedSample` instead."""
+
+    make: Callable[[Begin], Any]
+
+
+class Source(Protocol):
+    """What a step asks of a leaf: the key of its random numbers, its cooker, its path, and names of samples."""
+
+    user_key: int
+    cook: Callable[[Any], Any] | None
+    path: str
+
+    def place(self, index: int) -> SamplePlace: ...
+
+
 class BegunDraw(Attempt):
     """A draw after its first hook: samples or exception, the hook that ran last, and its counts."""
 
@@ -112,20 +187,40 @@ class BegunDraw(Attempt):
         self.tally: Counter[str] = Counter()
 
 
-class HookRunner:
-    """Calls the hooks of an encoder, each in its step.
+class UserCode:
+    """Calls the hooks of an encoder, each in its step, and the code that comes with datasets.
 
     What a method is given besides samples: their references, and the counts of the microbatch (None: what a hook
     raises is raised).
+
+    Args:
+        source: Returns a leaf by its number.
+        words: Where to write what is running, for the watchdog.
+
+    Attributes:
+        own: Which hooks are the user's.
+        judge: Asks the error policy about failures.
+        now: The running hook and its argument.
+        tally: Counts that hooks made by `count_over_long`; those of hooks of several samples are dropped.
     """
 
-    def __init__(self, encoder: Any, own: OwnHooks, steps: Steps) -> None:
+    def __init__(
+        self,
+        encoder: Any,
+        own: OwnHooks,
+        judge: FailureTracker,
+        source: Callable[[int], Source],
+        words: Words | None,
+    ) -> None:
         self.encoder = encoder
         self.own = own
-        self.steps = steps
+        self.judge = judge
+        self.source = source
+        self.now = Activity(words)
+        self.tally: Counter[str] = Counter()
         self._first = hook_of(encoder, own.first)
-        self._draw = Step(steps, own.first, of_draw=True)
-        self._batch = Step(steps, Hook.BATCH)
+        self._draw = Step(self, own.first, of_draw=True)
+        self._batch = Step(self, Hook.BATCH)
 
     def encode(
         self,
@@ -142,7 +237,7 @@ class HookRunner:
         If the encoder selects, this runs `preencode_sample` only. `begun` is what `begin` made of the draw.
         """
         if not self.own.encodes:
-            self.steps.worked(self.own.first, ref[:1])
+            self.worked(self.own.first, ref[:1])
             return [sample]
         with self._draw.on(sample, source.user_key, ref, counts, again) as step:
             encoded = self._first_of(step, sample, source.cook) if begun is None else self._outputs(begun)
@@ -152,21 +247,21 @@ class HookRunner:
     def begin(self, sample: Any, source: Source, ref: Ref) -> BegunDraw:
         """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
         begun = BegunDraw()
-        tally = self.steps.tally
+        tally = self.tally
         with begun:
             begun.encoded = self._first_of(
                 self._draw.on(sample, source.user_key, ref, None, False), sample, source.cook
             )
             begun.failed = False
-        begun.hook = self.steps.now.hook
+        begun.hook = self.now.hook
         begun.tally.update(tally)
         tally.clear()
         return begun
 
     def _outputs(self, begun: BegunDraw) -> list[Any]:
         """Return what `begin` made of a draw, as if it ran now."""
-        self.steps.now.hook = begun.hook
-        self.steps.tally.update(begun.tally)
+        self.now.hook = begun.hook
+        self.tally.update(begun.tally)
         if begun.failed:
             raise begun.error
         return begun.encoded
@@ -187,7 +282,7 @@ class HookRunner:
             return self._listed(made)
 
     def _posted(self, step: Step, encoded: list[Any]) -> list[Any]:
-        self.steps.now.hook = Hook.DECODE_DEFERRED
+        self.now.hook = Hook.DECODE_DEFERRED
         decode_deferred(encoded)
         return [self._post(step, one, output) for output, one in enumerate(encoded)]
 
@@ -195,8 +290,8 @@ class HookRunner:
         """Run `postencode_sample` on a sample that will be packed or batched next; return None if it fails."""
         if not self.own.posts:
             return sample
-        with self.steps.step(Hook.POSTENCODE, None, ref, counts, again=again, seeds=False) as step:
-            self.steps.now.hook = Hook.DECODE_DEFERRED
+        with self.step(Hook.POSTENCODE, None, ref, counts, again=again, seeds=False) as step:
+            self.now.hook = Hook.DECODE_DEFERRED
             decode_deferred([sample])
             return self._post(step, sample, ref.output)
         return None
@@ -221,7 +316,7 @@ class HookRunner:
 
         `last`: no samples will join those left over.
         """
-        with self.steps.step(Hook.SELECT, samples, refs[0], counts, lambda: members_of(refs)):
+        with self.step(Hook.SELECT, samples, refs[0], counts, lambda: members_of(refs)):
             with Setting(LAST, last):
                 groups = self.encoder.select_samples_to_pack(samples)
                 groups = list(groups) if isinstance(groups, GeneratorType) else groups
@@ -230,7 +325,7 @@ class HookRunner:
 
     def length(self, sample: Any, ref: SampleRef, counts: Counts) -> int | None:
         """Return the length of a sample in tokens, by `sample_length`, at least 1; None if the hook fails."""
-        with self.steps.step(Hook.LENGTH, sample, ref, counts, seeds=self.own.measures):
+        with self.step(Hook.LENGTH, sample, ref, counts, seeds=self.own.measures):
             given = self.encoder.sample_length(sample)
             length = whole_number(given)
             if length is None:
@@ -245,13 +340,13 @@ class HookRunner:
 
     def pack(self, samples: list[Any], refs: Sequence[SampleRef], counts: Counts | None) -> list[Any]:
         """Return the rows of a pack; none if the hook fails."""
-        with self.steps.step(Hook.PACK, samples, refs[0], counts, lambda: members_of(refs)), self._delivered():
+        with self.step(Hook.PACK, samples, refs[0], counts, lambda: members_of(refs)), self._delivered():
             return self._listed(self.encoder.pack_selected_samples(samples))
         return []
 
     def group(self, row: Any, refs: Sequence[SampleRef], counts: Counts) -> tuple[Hashable, int | None] | None:
         """Return the group of a row, as a plain value, and its batch size; None if `batch_group_criterion` fails."""
-        with self.steps.step(Hook.GROUP, row, refs[0], counts, lambda: members_of(refs)):
+        with self.step(Hook.GROUP, row, refs[0], counts, lambda: members_of(refs)):
             given = self.encoder.batch_group_criterion(row)
             if not isinstance(given, tuple) or len(given) != 2:
                 got = "None" if given is None else f"{type(given).__name__} {shown(given)}"
@@ -277,13 +372,13 @@ class HookRunner:
 
         (Not by the `number` of the microbatch: a hook that raises by chance must not raise on the next one, too.)
         """
-        key = self.steps.source(ref[0]).user_key
+        key = self.source(ref[0]).user_key
         with self._batch.on(samples, key, ref, counts, False, members) as step, self._delivered():
             if self.own.batches:
                 step.begin(Hook.BATCH, ref[3])
                 BATCH.set(number)
             raw = self._listed(self.encoder.batch(samples), "the batch")
-            self.steps.now.hook = Hook.ENCODE_BATCH
+            self.now.hook = Hook.ENCODE_BATCH
             return [out for batch in raw for out in self._listed(self.encoder.encode_batch(batch), "the batch")]
         return None
 
@@ -302,12 +397,169 @@ class HookRunner:
     @property
     def _where(self) -> str:
         """The running hook and its class, for messages."""
-        hook = self.steps.now.hook
+        hook = self.now.hook
         return f"{hook.title if hook else None} of {type(self.encoder).__name__}"
 
     def _delivered(self) -> contextlib.AbstractContextManager[None]:
         """Samples that went through `postencode_sample` have nothing deferred from here on."""
         return Setting(DELIVERING, True) if self.own.posts else AS_IT_IS
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        hook: Hook,
+        argument: Any,
+        ref: Ref,
+        counts: Counts | None,
+        members: Members | None = None,
+        *,
+        again: bool = False,
+        seeds: bool = True,
+    ) -> Step:
+        """Return a step that begins with a hook; `seeds` says whether it is user code.
+
+        Its random numbers are keyed by `ref`, the first of its samples (`members`). Failures and the hooks' own counts
+        go to `counts`, the latter not `again`; without counts, failures are raised as they are.
+        """
+        step = Step(self, hook).on(argument, self.source(ref[0]).user_key, ref, counts, again, members)
+        if seeds:
+            step.begin(hook, ref[3])
+        return step
+
+    def made(self, pending: PendingSample, ref: Ref, counts: Counts | None) -> Any:
+        """Finish a draw with the code that comes with its dataset: return the sample, or a `FailedSample`.
+
+        Raises:
+            FatalSampleError: The code is wrong.
+        """
+        now, (leaf, index, epoch, _) = self.now, ref
+        leaf_key = self.source(leaf).user_key
+
+        def begin(hook: Hook, dataset: Any, index: int, key: str, *words: int) -> None:
+            now.dataset = dataset
+            now.index = index
+            now.key = key
+            now.hook = hook
+            seed_everything(fold(leaf_key, *((hook.key, *words) if hook.key else ())))
+
+        SAMPLE.set((leaf_key, index, epoch))
+        now.at(leaf_key, index)
+        try:
+            made = pending.make(begin)
+        except FatalSampleError as error:
+            if counts is not None:
+                self.failed(error, [(leaf, index)], counts)
+            raise
+        now.rest()
+        return made
+
+    def worked(self, hook: Hook, leaves: Iterable[int]) -> None:
+        """Record that a hook, and what it proves, worked on samples of some leaves."""
+        if self.judge.alert:
+            self.judge.succeeded(self.own.proves.get(hook, (hook,)), leaves)
+
+    def failed(
+        self,
+        error: Exception,
+        members: Sequence[tuple[int, int]],
+        counts: Counts,
+        *,
+        hook: Hook | None = None,
+        place: SamplePlace | None = None,
+    ) -> None:
+        """Ask the error policy about samples that a hook (default: the one that ran last) failed on, and count them.
+
+        `place` is where the sample comes from, if there is only one and it is known.
+
+        Raises:
+            FatalSampleError: The run stops.
+        """
+        now = self.now
+        hook = hook or now.hook
+        given = now.sample
+        assert hook is not None
+        now.rest()
+        name = "skipped"
+        if not isinstance(error, SkipSample):
+            places = [place] if place else [self.source(leaf).place(index) for leaf, index in members[:MAX_MEMBERS]]
+            paths = {leaf: self.source(leaf).path for leaf, _ in members}
+            sources = tuple(
+                SourceInfo(one.dataset, one.index, one.shard, tuple(f"{one.key}.{part}" for part in one.parts))
+                for one in places
+            )
+            with Setting(FAILED, ({"__key__": places[0].key} if given is None else given, sources)):
+                name = self.judge.failed(error, hook, places, len(members), paths)
+        for leaf, _ in members:
+            counts.of(leaf)[COUNTERS.index(name)] += 1
+
+
+class Step:
+    """One hook, or several in turn, at work on a sample or several; see the top of this module.
+
+    `of_draw` says that the first argument is a loaded sample, which says where it comes from.
+    """
+
+    __slots__ = ("_again", "_code", "_counts", "_key", "_members", "_now", "_of_draw", "_ref", "hook")
+
+    def __init__(self, code: UserCode, hook: Hook, *, of_draw: bool = False) -> None:
+        self._code = code
+        self._now = code.now
+        self._of_draw = of_draw
+        self.hook = hook
+
+    def on(
+        self, argument: Any, key: int, ref: Ref, counts: Counts | None, again: bool, members: Members | None = None
+    ) -> Self:
+        """Work on a sample, or on members of which it is the first; draws and batches use one step again and again."""
+        now = self._now
+        now.hook = self.hook
+        now.sample = argument
+        self._key = key
+        self._ref = ref
+        self._counts = counts
+        self._members = members
+        self._again = again
+        return self
+
+    def begin(self, hook: Hook, *words: int) -> None:
+        """Say that a hook runs from now on, and seed the generators for it; `words` end the key."""
+        now, key, (_, index, epoch, _) = self._now, self._key, self._ref
+        now.hook = hook
+        if hook.is_single:
+            now.at(key, index)
+        SAMPLE.set((key, index, epoch) if hook.is_single or hook.arguments[0] == "sample" else ())
+        seed_everything(fold(key, hook.key, index, epoch, *words))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        code = self._code
+        now = self._now
+        if code.tally:
+            self._take_tally()
+        if error is None:
+            now.hook = now.sample = None
+            if code.judge.alert:
+                code.worked(self.hook, {leaf for leaf, _ in self._of()})
+            return False
+        if self._counts is None or not isinstance(error, Exception):
+            return False
+        code.failed(error, list(self._of()), self._counts, place=place_in(now.sample) if self._of_draw else None)
+        return True
+
+    def _of(self) -> Iterable[tuple[int, int]]:
+        return (self._ref[:2],) if self._members is None else self._members()
+
+    def _take_tally(self) -> None:
+        """Add the hooks' own counts on one sample to those of its leaf, unless they were counted before."""
+        tally = self._code.tally
+        if self._counts is not None and self.hook.is_single:
+            counted = self._counts.of(self._ref[0])
+            for name, number in tally.items():
+                counted[COUNTERS.index(name)] += 0 if self._again else number
+        tally.clear()
 
 
 def members_of(refs: Iterable[SampleRef]) -> Iterator[tuple[int, int]]:
@@ -316,143 +568,58 @@ def members_of(refs: Iterable[SampleRef]) -> Iterator[tuple[int, int]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What hooks return, as plain values: groups, whole numbers, and lists of samples.
-#
-# A group is kept as a plain value, so that equal groups are one: `3`, `np.int64(3)` and `torch.tensor(3)`, or a list
-# and an array of the same numbers. What has no value that a copy of it would have, too, is an error that names the
-# hook.
+# The global generators, which hooks draw from: in the training process they are restored after each microbatch, and
+# only one thread at a time uses them, so several loaders in threads deliver what each delivers alone.
 
 
-_AS_THEY_ARE = frozenset({int, str, bytes, bool, NoneType})
-_EQUAL = tuple.__eq__
-_MOST_VALUES = 1024
-"""Values of an array that is a group; every waiting row would keep more of them."""
+def seed_everything(key: int) -> None:
+    """Seed the global generators of `random`, numpy and torch (CPU) from a key."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key >> 1)
 
 
-def group_key(value: Any, hook: str) -> Hashable:
-    """Return a group as a plain value: equal groups are equal and have one hash, here and in other processes.
+_generators = PerProcess(threading.RLock)
+"""Held while hooks run in the training process, since all its threads share the global generators."""
+_has_warned = False
 
-    Args:
-        value: What the hook returned.
-        hook: Its name and that of its class.
 
-    Raises:
-        SampleError: It is NaN, or contains it: that belongs to the sample.
-        FatalSampleError: It cannot be compared by value.
+@contextlib.contextmanager
+def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool, config: Any = None) -> Iterator[None]:
+    """Set the context variables that hooks read: cache pool, tally, configuration.
+
+    With `put_back`, restore the global generators afterwards.
     """
-    try:
-        return _plain(value)
-    except _NotEqualToItselfError:
-        raise SampleError(
-            f"{hook} returned the group {shown(value)}: NaN is equal to no other group, so the sample would never be "
-            "in a batch. Return a group of its own for such samples"
-        ) from None
-    except _NoValueError as error:
-        raise FatalSampleError(
-            f"{hook} returned a {type(value).__name__} as the group ({shown(value)}): {error}. Return what the samples "
-            "of a batch share, as numbers, strings, or tuples of them"
-        ) from error.__cause__
+    with (
+        Setting(CONFIG, config),
+        Setting(CACHE, cache),
+        Setting(TALLY, tally),
+        Setting(SAMPLE, ()),
+        Setting(BATCH, -1),
+        Setting(NUMBER, -1),
+        generators_put_back() if put_back else contextlib.nullcontext(),
+    ):
+        yield
 
 
-class _NotEqualToItselfError(Exception):
-    """NaN, NaT and the like."""
-
-
-class _NoValueError(Exception):
-    """An object that is equal only to itself, or that cannot be compared."""
-
-
-def _plain(value: Any) -> Hashable:
-    kind = type(value)
-    # There is one object of each class and each member of an enumeration.
-    if kind in _AS_THEY_ARE or (isinstance(value, (type, Enum)) and kind.__hash__ is not None):
-        return value
-    if isinstance(value, list) or (isinstance(value, tuple) and vars(kind).get("__eq__", _EQUAL) == _EQUAL):
-        return tuple([_plain(one) for one in value])
-    if isinstance(value, Set):
-        return frozenset([_plain(one) for one in value])
-    if isinstance(value, Mapping):
-        return frozenset([(_plain(name), _plain(one)) for name, one in value.items()])
-    if isinstance(value, bytearray):
-        return bytes(value)
-    if callable(getattr(value, "tolist", None)):  # arrays, tensors and their scalars
-        return _array_values(value)
-    try:
-        return _compared(value)
-    except _NoValueError:
-        if not (is_dataclass(value) and kind.__dataclass_params__.eq):
-            raise
-    return kind, *(_plain(getattr(value, field.name)) for field in fields(value) if field.compare)
-
-
-def _array_values(value: Any) -> Hashable:
-    if (size := math.prod(getattr(value, "shape", ()))) > _MOST_VALUES:
-        raise _NoValueError(f"it has {size} values, and a group has at most {_MOST_VALUES}")
-    if isinstance(value, (np.datetime64, np.timedelta64)):  # their units would be lost
-        return _compared(value)
-    try:
-        values = value.tolist()
-    except Exception as error:  # tensors without values
-        raise _NoValueError(f"its values cannot be read ({type(error).__name__}: {error})") from error
-    return _compared(values) if type(values) in (type(value), float, complex) else _plain(values)
-
-
-def _compared(value: Any) -> Hashable:
-    """Return a value that is equal to itself and to its copy."""
-    try:
-        if not value == value:  # NaN
-            raise _NotEqualToItselfError
-        if type(value) is not float:
-            other = _copied(value)
-            if not (other == value and hash(other) == hash(value)):
-                raise _NoValueError("it is equal only to itself, so no two samples would share a group")
-    except (_NotEqualToItselfError, _NoValueError):
-        raise
-    except Exception as error:
-        raise _NoValueError(f"it cannot be compared ({type(error).__name__}: {error})") from error
-    return value
-
-
-def _copied(value: Any) -> Any:
-    try:
-        return pickle.loads(pickle.dumps(value))  # as other ranks get it
-    except Exception:  # of a class within a function
-        other = copy.deepcopy(value)
-    if other is value:
-        raise _NoValueError("it is equal only to itself, so no two samples would share a group")
-    return other
-
-
-def shown(value: Any) -> str:
-    """Return the beginning of a value's text in one line, for messages."""
-    return " ".join(f"{value!r:.300}".split())[:100]
-
-
-def whole_number(value: Any) -> int | None:
-    """Return a whole number that is an integer of any kind, or a tensor or an array of one; else None."""
-    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
-        return None
-    try:
-        return int(index_of(value))
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def selected_lists(value: Any, samples: Sequence[Any], hook: str) -> list[Iterable[Any]]:
-    """Return what a hook selected of some samples as lists, one for each pack.
-
-    Raises:
-        FatalSampleError: It is something else.
-    """
-    own = {id(sample) for sample in samples}
-    selected: list[Any] = list(value) if _is_list(value) else []
-    wrong = [one for one in selected if id(one) in own or not _is_list(one)] if _is_list(value) else [value]
-    if wrong:
-        among = "a list with " if selected else ""
-        got = "None" if wrong[0] is None else f"a {type(wrong[0]).__name__}"
-        raise FatalSampleError(f"{hook} returned {among}{got}: return lists of its samples, one for each pack")
-    return selected
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+@contextlib.contextmanager
+def generators_put_back() -> Iterator[None]:
+    """Restore the global generators afterwards; no other thread runs hooks meanwhile."""
+    global _has_warned
+    thread = threading.current_thread()
+    if thread is not threading.main_thread() and not _has_warned:
+        _has_warned = True
+        logger.warning(
+            "hooks of a task encoder run in thread %r of the training process (num_workers=0). They seed the global "
+            "generators of random, numpy and torch, so numbers that other threads draw from these meanwhile (for "
+            "dropout on the CPU, say) are not reproducible. Use worker processes, or iterate in the main thread",
+            thread.name,
+        )
+    with _generators():
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.default_generator.set_state(states[2])

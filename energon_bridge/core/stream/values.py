@@ -31,16 +31,14 @@ from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stores.base import follow_links
 from energon_bridge.core.stream.failures import SamplePlace
 from energon_bridge.core.stream.reader import RoundBuffer, Unread, Unreadable
-from energon_bridge.core.stream.steps import Attempt, Begin, PendingSample
+from energon_bridge.core.stream.restore_keys import SampleKey
+from energon_bridge.core.stream.user_code import Attempt, Begin, PendingSample
 from energon_bridge.core.stream.watchdog import INDEX, Activities
-
-RestoreKey = tuple[str, int, int, int]
-"""Identity of the leaf, index of the sample, epoch, and number of the output among the outputs of its draw."""
 
 Rows = tuple[Slab, Sequence[int]]
 """Where the images of consecutive draws may be decoded to: a slab, and the row of each draw."""
 
-Columns = tuple[list[RestoreKey], list[Any], list[int]]
+Columns = tuple[list[SampleKey], list[Any], list[int]]
 """The restore keys, samples (or `FailedSample`s) and bytes of consecutive draws."""
 
 
@@ -50,7 +48,7 @@ class RawDraws(NamedTuple):
     raws: Sequence[Any]
     indices: Sequence[int]
     shards: Sequence[int]
-    restore_keys: Sequence[RestoreKey]
+    restore_keys: Sequence[SampleKey]
 
 
 NO_PARTS: dict[str, memoryview] = {}
@@ -241,7 +239,7 @@ class SampleParser(Parser):
         parts: dict[str, Any],
         image: tuple[str, Any] | None,
         key: str,
-        restore_key: RestoreKey,
+        restore_key: SampleKey,
         source: SourceInfo,
     ) -> dict[str, Any]:
         """Return the decoded parts of a sample; an image may already be decoded."""
@@ -270,7 +268,7 @@ class SampleParser(Parser):
             return raw.parts(wanted, self._keeps, self._follow)
         return parse_sample(raw, parts=wanted, follow=self._follow)
 
-    def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
+    def _sample(self, key: str, restore_key: SampleKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset
         subflavors = dict(dataset.subflavors)
         if dataset.field_map is None:
@@ -328,7 +326,7 @@ class CodeValues(SampleParser):
         raw: Any,
         index: int,
         shard: int,
-        restore_key: RestoreKey,
+        restore_key: SampleKey,
         row: tuple[Slab, int] | None = None,
         begin: Begin | None = None,
     ) -> Any:
@@ -373,7 +371,7 @@ class CodeValues(SampleParser):
         self,
         key: str,
         index: int,
-        restore_key: RestoreKey,
+        restore_key: SampleKey,
         source: SourceInfo,
         values: dict[str, Any],
         begin: Begin,

@@ -18,6 +18,7 @@ from energon_bridge.core.loader.document import State, read
 from energon_bridge.core.loader.run_plan import DatasetSpec, plan_run
 from energon_bridge.core.order.topology import first_microbatch, step_of
 from energon_bridge.core.samples import Segment, field_names
+from energon_bridge.core.stream.restore_keys import BatchKey, RowKey, SampleKey, read_key
 from energon_bridge.tools.preview.records import Item, Picture, items_of, picture_of
 from energon_bridge.tools.preview.sources import Drawn
 
@@ -61,7 +62,7 @@ class ShownRow:
     length: int
     padding: int
     segments: Sequence[ShownSegment]
-    members: Sequence[tuple[str, int, int, int]] = ()
+    members: Sequence[SampleKey] = ()
     fields: Sequence[tuple[str, tuple[Item, ...]]] = ()
 
 
@@ -192,11 +193,12 @@ def shown(batch: Any, encoder: Any, *, step: int, rank: int, num_lanes: int) -> 
         num_lanes: Lanes of the run.
     """
     get = _getter(batch)
-    key = tuple(get("__restore_key__") or ())
-    members = _members(key)
+    key = get("__restore_key__")
+    named = read_key(key) if key else None
+    members = _members(named)
     mask = get("__valid__")
     valid = [True] * len(members) if mask is None else [bool(value) for value in mask.tolist()]
-    number = int(key[1] + key[2] * num_lanes) if key and key[0] == "Batch" else None
+    number = named.lane + named.number * num_lanes if isinstance(named, BatchKey) else None
     tokens = get("tokens")
     if tokens is None or getattr(tokens, "ndim", 0) != 2 or not get("segments"):
         rows = [
@@ -228,10 +230,10 @@ def _getter(batch: Any) -> Callable[[str], Any]:
     return batch.get if isinstance(batch, dict) else lambda name: getattr(batch, name, None)
 
 
-def _members(key: tuple[Any, ...]) -> list[list[tuple[str, int, int, int]]]:
+def _members(named: RowKey | BatchKey | None) -> list[list[SampleKey]]:
     """Return the restore keys of the samples of each row of a batch."""
-    rows = key[3] if len(key) >= 4 and key[0] == "Batch" else (key,) if key else ()
-    return [[tuple(one) for one in (row[2] if row[0] == "Pack" else (row,))] for row in rows]
+    rows = named.rows if isinstance(named, BatchKey) else (named,) if named else ()
+    return [list(row.samples) for row in rows]
 
 
 def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[Item, ...]]]:
@@ -292,7 +294,7 @@ def _token_rows(
     get: Callable[[str], Any],
     names: TokenNames,
     valid: Sequence[bool],
-    members: Sequence[list[tuple[str, int, int, int]]],
+    members: Sequence[list[SampleKey]],
 ) -> Iterator[ShownRow]:
     tokens, labels, losses = (_rows(get(name)) for name in ("tokens", "labels", "loss_mask"))
     counts = iter(get("num_images") or ())

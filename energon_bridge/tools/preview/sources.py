@@ -22,8 +22,9 @@ from energon_bridge.core.loader.run_plan import DatasetSpec, RunPlan, open_pipel
 from energon_bridge.core.order.choose import Picks
 from energon_bridge.core.stream.failures import SamplePlace
 from energon_bridge.core.stream.pipeline import Pipeline, load_picks
+from energon_bridge.core.stream.restore_keys import SampleKey
 from energon_bridge.core.stream.state import SampleRef, as_members
-from energon_bridge.core.stream.steps import PendingSample
+from energon_bridge.core.stream.user_code import PendingSample
 from energon_bridge.core.stream.values import FailedSample, has_code
 from energon_bridge.core.worker_config import available_cores
 from energon_bridge.tools.forecast.run import Run
@@ -53,7 +54,7 @@ class _ForCode(DefaultTaskEncoder[Any, Any, Any, Any]):
 class Drawn:
     """A sample that a run draws: its restore key, and its position in the run."""
 
-    key: tuple[str, int, int, int]
+    key: SampleKey
     facts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -125,7 +126,7 @@ class SampleSource:
                 loaded = self._loaded([one.key for one in some])
                 yield from pool.map(lambda pair: finish(self._record(*pair)), zip(some, loaded, strict=True))
 
-    def _loaded(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
+    def _loaded(self, keys: Sequence[SampleKey]) -> list[tuple[Any, int]]:
         """Return samples (or `FailedSample`s) and their sizes; a broken shard only fails its own samples."""
         try:
             return self._load(keys)
@@ -136,7 +137,7 @@ class SampleSource:
             ((_, index, _, _),) = keys
             return [(FailedSample(error, Hook.READ, SamplePlace("", "", index)), 0)]
 
-    def _load(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
+    def _load(self, keys: Sequence[SampleKey]) -> list[tuple[Any, int]]:
         pipeline = self._pipeline
         refs = [SampleRef(self._leaves[identity], index, epoch, 0) for identity, index, epoch, _ in keys]
         loading = load_picks(pipeline, Picks(as_members(refs)))
@@ -153,7 +154,7 @@ class SampleSource:
         """Apply a dataset's own code to a sample."""
         if type(sample) is not PendingSample:
             return sample
-        return self._pipeline.steps.made(sample, ref, None)
+        return self._pipeline.code.made(sample, ref, None)
 
     def _record(self, drawn: Drawn, loaded: tuple[Any, int]) -> Record:
         sample, size = loaded

@@ -20,7 +20,7 @@ from PIL import Image
 from energon_bridge.core.loader.document import read_lanes
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.stream.draws import BatchRow, size_of
-from energon_bridge.core.stream.lane import Lane
+from energon_bridge.core.stream.pack_buffer import Packing
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.settings import Budget
 from energon_bridge.core.stream.state import Stage
@@ -52,17 +52,11 @@ def opened(data: Path, budget: int, ranks: int = 1, workers: int = 0, state: Any
     return loaders_of(spec, ranks, workers, state=state, num_lanes=LANES, buffer_bytes=budget)
 
 
-def waiting(lane: Lane) -> list[Any]:
-    packing = lane._packing
-    assert packing is not None
-    return [*packing._buffer, *(row for pack in packing._packs for row in pack)]
-
-
 @pytest.mark.parametrize("budget", [0, 90 * BULK])
 def test_contents_keep_to_the_budget(roomy: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pipelines: list[Pipeline] = []
-    lanes: list[Lane] = []
-    for kind, made in ((Pipeline, pipelines), (Lane, lanes)):
+    buffers: list[Packing] = []
+    for kind, made in ((Pipeline, pipelines), (Packing, buffers)):
 
         def init(self: Any, *args: Any, _init: Any = kind.__init__, _made: Any = made, **kwargs: Any) -> None:
             _init(self, *args, **kwargs)
@@ -73,8 +67,8 @@ def test_contents_keep_to_the_budget(roomy: Path, budget: int, monkeypatch: pyte
     most = 0
     for _ in islice(loader, 10 * LANES):
         (pipeline,) = pipelines
-        rows = [row for lane in lanes for row in waiting(lane)]
-        assert len(lanes) <= LANES
+        rows = [row for buffer in buffers for row in buffer.needed_last()]
+        assert len(buffers) <= LANES
         kept = [row for row in rows if row.content is not None]
         assert pipeline.budget.held == sum(size_of(row.content, row.size) for row in kept) <= budget
         assert pipeline.budget.held >= BULK * len(kept)

@@ -35,7 +35,7 @@ from made import made_once
 from energon_bridge import LengthGrouper, Packer, get_val_dataset
 from energon_bridge.core.errors import FatalSampleError, SampleError, UnfitSampleError
 from energon_bridge.core.stream.grouping import Groups, most_waiting
-from energon_bridge.core.stream.user_code import group_key
+from energon_bridge.core.stream.returned import group_key
 
 SAMPLES = 40
 data = made_once(text_dataset, train=[15, 25], val=[15, 25])

@@ -1,4 +1,4 @@
-"""There is one way to run a hook: `core/stream/steps.py`, by the table of `core/encoder/hooks.py`."""
+"""There is one way to run a hook: `core/stream/user_code.py`, by the table of `core/encoder/hooks.py`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CATCHES = {
     "failures.py: text_of": "the text of an exception",
     "lane.py: reported": "reports are flushed, and the error goes on",
     "policy.py: _ask": "the user's handler of errors",
-    "user_code.py: _array_values": "reading what a hook returned",
-    "user_code.py: _compared": "comparing it",
-    "user_code.py: _copied": "copying it",
+    "returned.py: _array_values": "reading what a hook returned",
+    "returned.py: _compared": "comparing it",
+    "returned.py: _copied": "copying it",
 }
 """Functions of the engine that catch every exception, and what for."""
 ASKS = {"succeeded", "alert"}
@@ -44,7 +44,7 @@ def test_only_steps_catch_what_hooks_raise() -> None:
                 catching.add(f"{path.name}: {around[-1] if around else ''}")
         leaving |= {path.name for one in functions if one.name == "__exit__"}
     assert catching == CATCHES.keys()
-    assert leaving == {"steps.py"}
+    assert leaving == {"user_code.py"}
 
 
 def test_only_steps_ask_the_policy_and_seed() -> None:
@@ -57,8 +57,8 @@ def test_only_steps_ask_the_policy_and_seed() -> None:
                 asking.add(path.name)
             if name in SEEDS and (name != "seed" or owner in ("random", "np")):
                 seeding.add(path.name)
-    assert asking == {"steps.py"}
-    assert seeding == {"steps.py"}
+    assert asking == {"user_code.py"}
+    assert seeding == {"user_code.py"}
 
 
 def test_only_the_table_names_hooks() -> None:
