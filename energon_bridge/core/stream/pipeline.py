@@ -363,14 +363,17 @@ class Pipeline:
         """Return the number of a microbatch as hooks see it."""
         # In a lane, `number` counts its own microbatches; a pass has no lanes.
         whole = number if lane < 0 else number * self.settings.num_lanes + lane
-        return self.conventions.batch_number(whole, self.settings.config)
+        return self.conventions.batch_number(whole, ranks=self.settings.config.dp_size)
 
     def sample_numbers(self, lane: int) -> Callable[[int], int] | None:
         """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
         if self.own.waits:
             return None
         num_lanes = self.leaves[0].order.num_lanes
-        return self.conventions.sample_numbers(lane, num_lanes, self.rows, self.settings.config)
+        config = self.settings.config
+        return self.conventions.sample_numbers(
+            lane, num_lanes=num_lanes, rows=self.rows, ranks=config.dp_size, workers=config.processes
+        )
 
     def batches(
         self,
