@@ -25,11 +25,12 @@ from energon_bridge.core.samples.base import SentSources
 from energon_bridge.core.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.core.storage.base import MADE, values_of
 from energon_bridge.core.storage.helpers import Threads
+from energon_bridge.core.stream.budget import Budget
 from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.leaf import Leaf, LeafSource, StorePool, cooker_of
 from energon_bridge.core.stream.policy import FailureTracker
 from energon_bridge.core.stream.reader import DrawSpan, RoundBuffer
-from energon_bridge.core.stream.settings import Budget, StreamSettings
+from energon_bridge.core.stream.settings import StreamSettings
 from energon_bridge.core.stream.state import COUNTERS, Counts
 from energon_bridge.core.stream.steps import PendingSample, Steps, running_hooks
 from energon_bridge.core.stream.user_code import AS_IT_IS, BegunDraw, HookRunner, OwnHooks
