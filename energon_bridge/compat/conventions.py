@@ -28,7 +28,6 @@ from energon_bridge.core.order.choose import PassDraws
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.stream.conventions import Conventions, PassLeaf, attach
-from energon_bridge.core.worker_config import WorkerConfig
 
 ENDLESS = 1 << 62
 """Steps of a pass that repeats without end."""
@@ -49,21 +48,35 @@ class EnergonConventions(Conventions):
     repeats: bool = False
 
     def order_of_pass(
-        self, leaves: Sequence[PassLeaf], config: WorkerConfig, *, rows: int, drop_last: bool, limit: int | None
+        self,
+        leaves: Sequence[PassLeaf],
+        *,
+        ranks: int,
+        workers: int,
+        rows: int,
+        drop_last: bool,
+        limit: int | None,
     ) -> Dealt:
         """Return the order of ranks and workers."""
-        repeats = self.repeats
-        return Dealt(leaves, config, rows=rows, drop_last=drop_last, limit=limit, repeats=repeats)
+        return Dealt(
+            leaves,
+            ranks=ranks,
+            workers=workers,
+            rows=rows,
+            drop_last=drop_last,
+            limit=limit,
+            repeats=self.repeats,
+        )
 
-    def recorded(self, config: WorkerConfig, limit: int | None) -> dict[str, Any]:
+    def recorded(self, *, ranks: int, workers: int, limit: int | None) -> dict[str, Any]:
         """Return the ranks and workers, and the limit that they divide."""
-        return {"dp_size": config.dp_size, "num_workers": config.processes, "limit": limit}
+        return {"dp_size": ranks, "num_workers": workers, "limit": limit}
 
-    def end(self, end: int, config: WorkerConfig, limit: int | None) -> int:
+    def end(self, end: int, *, rank: int, ranks: int, limit: int | None) -> int:
         """Return where a pass is over for a rank: when no microbatch is left for it, unless it repeats."""
         if self.repeats:
-            return ENDLESS if limit is None else limit * config.dp_size
-        return max(0, end - config.dp_rank)
+            return ENDLESS if limit is None else limit * ranks
+        return max(0, end - rank)
 
     def epoch_samples(self, samples: Iterable[Fraction]) -> Fraction:
         """Return the samples in an epoch, rounded down for each dataset."""
@@ -82,17 +95,16 @@ class EnergonConventions(Conventions):
         """Return the whole size: code may rely on full buffers."""
         return size
 
-    def batch_number(self, number: int, config: WorkerConfig) -> int:
+    def batch_number(self, number: int, *, ranks: int) -> int:
         """Return the number of a microbatch among those of its rank."""
-        return number // config.dp_size
+        return number // ranks
 
-    def sample_numbers(self, lane: int, num_lanes: int, rows: int, config: WorkerConfig) -> Callable[[int], int]:
+    def sample_numbers(self, lane: int, *, num_lanes: int, rows: int, ranks: int, workers: int) -> Callable[[int], int]:
         """Return what numbers draws as if each worker counted its own, and they took turns."""
-        workers = config.processes
 
         def number_of(draw: int) -> int:
             turn, row = divmod(draw, rows)
-            batch, worker = divmod(self.batch_number(turn * num_lanes + lane, config), workers)
+            batch, worker = divmod(self.batch_number(turn * num_lanes + lane, ranks=ranks), workers)
             return (batch * rows + row) * workers + worker
 
         return number_of
@@ -129,7 +141,7 @@ class Dealt:
 
     Args:
         leaves: The datasets, each in its own order.
-        config: Ranks and workers among which it is divided.
+        ranks, workers: Among which it is divided; each rank has so many workers.
         rows, drop_last: Of each worker's microbatches.
         limit: Steps of a rank, divided among its workers; None: no limit.
         repeats: Whether each worker starts over when it reaches its end, until the limit.
@@ -141,16 +153,17 @@ class Dealt:
     def __init__(
         self,
         leaves: Sequence[PassLeaf],
-        config: WorkerConfig,
         *,
+        ranks: int,
+        workers: int,
         rows: int,
         drop_last: bool,
         limit: int | None,
         repeats: bool,
     ) -> None:
         self._leaves = leaves
-        self._ranks = config.dp_size
-        self._workers = config.processes
+        self._ranks = ranks
+        self._workers = workers
         self._rows = rows
         self._drop_last = drop_last
         self._limit = limit

@@ -7,7 +7,7 @@
 Names and defaults are those of its `EnergonDatasetConfig`, and its own task encoder configurations are accepted. Four
 things differ on purpose: validation reads the split in order, and starts over at its end; each validation iterator
 keeps its own position; a process group collection may have unset fields; the state fits any number of data-parallel
-ranks (`read_rank_files` of `megatron_lm.py`).
+ranks (`read_rank_files` of `rank_files.py`).
 """
 
 from __future__ import annotations

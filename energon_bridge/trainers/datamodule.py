@@ -354,7 +354,8 @@ class EnergonMultiModalDataModule(_Base):
             pin_memory=None if self.pin_memory else False,
         )
         if self.pg_collection is not None:
-            check_data_parallel(config, self.pg_collection)
+            by_group = config.data_parallel_group is not None
+            check_data_parallel(config.dp_rank, config.dp_size, by_group=by_group, pg_collection=self.pg_collection)
         per_step = self.micro_batch_size * config.dp_size
         if self.global_batch_size != 1 and self.global_batch_size % per_step:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The dataset provider of Megatron-LM's `pretrain`, `--dataloader-type external`, and the files that keep its state.
+"""The dataset provider of Megatron-LM's `pretrain`, with `--dataloader-type external`.
 
     from energon_bridge.trainers.megatron_lm import train_valid_test_dataloaders_provider
 
@@ -6,242 +6,39 @@
     pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step, ...)
 
 The loop's contract: it calls the provider on every rank (`is_distributed`), after loading the checkpoint, and once for
-each model chunk with virtual pipeline parallelism. It expects iterators (nobody calls `iter` on them), None for a split
-without data, and a length that is never 0. `next()` is one microbatch. The loop saves the training iterator by its
-`save_state()`, one file per data-parallel rank (`read_rank_files`), but restores nothing. The provider does, before the
-first batch and from the files of all ranks, so the number of ranks may have changed. The loop cannot save the iterators
-of virtual pipeline stages; they need `resume="seek"`.
+each model chunk with virtual pipeline parallelism (`shared_stream.py`). It expects iterators (nobody calls `iter` on
+them), None for a split without data, and a length that is never 0. `next()` is one microbatch. The loop saves the
+training iterator by its `save_state()`, one file per data-parallel rank (`rank_files.py`), but restores nothing. The
+provider does, before the first batch and from the files of all ranks, so the number of ranks may have changed. The loop
+cannot save the iterators of virtual pipeline stages; they need `resume="seek"`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.encoder.hooks import Hook, is_overridden
-from energon_bridge.core.errors import (
-    ConfigurationError,
-    LoaderError,
-    MissingRankError,
-    StateError,
-    StateFormatError,
-    StepMismatchError,
-    check_choice,
-)
-from energon_bridge.core.loader.document import State, read_lanes
-from energon_bridge.core.loader.summary import read_states
+from energon_bridge.core.errors import ConfigurationError, StepMismatchError, check_choice
+from energon_bridge.core.loader.document import State
 from energon_bridge.models.images.devices import normalise_on_device
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule
+from energon_bridge.trainers.rank_files import read_rank_files
 from energon_bridge.trainers.replica.groups import data_parallel_group, parallel_place
+from energon_bridge.trainers.shared_stream import Chunk, SharedStream
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The files in which Megatron-LM and Megatron-Bridge keep the state of the data, one for each data-parallel rank.
-#
-# A file is what `torch.save({"dataloader_state_dict": state}, path)` writes, with `save_state()` of a rank as the
-# state:
-#
-#     Megatron-LM      ROOT/iter_0000100/mp_rank_00/train_dataloader_dprank000.pt    (mp_rank_00_000 with pipelines)
-#     Megatron-Bridge  ROOT/iter_0000100/train_dataloader_dprank000.pt
-#
-# A state holds the lanes of its rank. Together, the files of an iteration hold every lane exactly once, whatever the
-# number of ranks was; so they are read together, and a run can resume on any number of ranks. Files left over from an
-# earlier run in the same folder show up as duplicate lanes or as different steps, and raise an error.
-
-
-T = TypeVar("T")
-
-_NAME = re.compile(r"train_dataloader_dprank(\d+)\.pt")
-
-
-def read_rank_files(root: str | os.PathLike[str], iteration: int, *, group: Any = None) -> list[State]:
-    """Return the states of all ranks at an iteration, after checking that they are complete and of one run.
-
-    Args:
-        root: `--dataloader-save`, or the folder of Megatron-Bridge.
-        iteration: Iteration of the checkpoint.
-        group: Process group whose ranks all call this and share the reading, so that each file is read once and not by
-            every rank; None reads all files here.
-
-    Raises:
-        StateFormatError: There are no files, one cannot be read, or a lane occurs twice.
-        StepMismatchError: The files are from different steps.
-        MissingRankError: Files are missing.
-    """
-    folder = Path(root) / f"iter_{iteration:07d}"
-    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    # Listed by one rank, because others may see new files later.
-    files = _of_all(lambda: [] if rank else _files(folder), group)[0]
-    states: list[Any] = [None] * len(files)
-    for first, read in enumerate(_of_all(lambda: [_read(path) for path in files[rank::ranks]], group)):
-        states[first::ranks] = read
-    _check_one_run(folder, files, states)
-    return states
-
-
-def _of_all(make: Callable[[], T], group: Any) -> list[T]:
-    """Return the results of all ranks of a group, in order; an error on one of them is raised on all."""
-    if group is None or group.size() == 1:
-        return [make()]
-    own: T | StateError
-    try:
-        own = make()
-    except StateError as error:
-        own = error
-    except Exception as error:  # the others wait for an answer
-        own = StateFormatError(f"rank {group.rank()} of {group.size()} failed to read its files: {error!r}")
-    answers: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(answers, own, group=group)
-    for one in answers:
-        if isinstance(one, StateError):
-            raise one
-    return answers
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the files of an iteration; raises if there is a gap in their numbers."""
-    files = sorted(path for path in folder.rglob("train_dataloader_dprank*.pt") if _NAME.fullmatch(path.name))
-    if not files:
-        raise StateFormatError(
-            f"{folder}: contains no state of the data (train_dataloader_dprank000.pt and so on). Give the folder of "
-            "--dataloader-save; to start the data from the beginning, give none"
-        )
-    numbers = {int(path.name.removeprefix("train_dataloader_dprank").removesuffix(".pt")) for path in files}
-    missing = sorted(set(range(max(numbers) + 1)) - numbers)
-    if missing:
-        raise MissingRankError(
-            f"{folder}: train_dataloader_dprank{missing[0]:03d}.pt is missing, but the one of rank {max(numbers)} "
-            f"exists: the checkpoint was not completely written or copied. Use an earlier one"
-        )
-    return files
-
-
-def _read(path: Path) -> State:
-    states = read_states([path])
-    if len(states) > 1:
-        raise StateFormatError(f"{path}: contains {len(states)} states; expected one in the file of a rank")
-    return states[0]
-
-
-def _check_one_run(folder: Path, files: Sequence[Path], states: Sequence[State]) -> None:
-    owner: dict[int, Path] = {}
-    for path, state in zip(files, states, strict=True):
-        if state["microbatches"] != states[0]["microbatches"]:
-            raise StepMismatchError(
-                f"{folder}: {files[0].relative_to(folder)} was saved after {states[0]['microbatches']} microbatches of "
-                f"the run, {path.relative_to(folder)} after {state['microbatches']}: one of them is left over from an "
-                "earlier run in this folder. Delete it, or use another checkpoint"
-            )
-        for lane in read_lanes(state):
-            if lane in owner:
-                raise StateFormatError(
-                    f"{folder}: lane {lane} is in {owner[lane].relative_to(folder)} and in "
-                    f"{path.relative_to(folder)}: the files were written by different numbers of ranks, so some are "
-                    "left over from an earlier run in this folder. Delete the older ones"
-                )
-            owner[lane] = path
-    lanes = states[0]["num_lanes"]
-    if len(owner) < lanes:
-        raise MissingRankError(
-            f"{folder}: the {len(files)} files hold {len(owner)} of the {lanes} lanes of the run, so files of more "
-            "ranks are missing. The checkpoint was not completely written or copied. Use an earlier one"
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The dataset provider of Megatron-LM's `pretrain`, with `--dataloader-type external`.
-
+__all__ = ["Provider", "read_rank_files", "train_valid_test_dataloaders_provider"]
 
 logger = logging.getLogger(__name__)
 
 LoaderRanks = Literal["all", "tp0_pp_edges"]
 
 Resume = Literal["files", "seek"]
-
-# Model chunks ---------------------------------------------------------------------------------------------------------
-#
-# With virtual pipeline parallelism, one process has several model chunks. All must see the same microbatches, and each
-# calls `next()` itself. They share one loader: the chunk that is ahead reads, and its batches wait for the others. A
-# chunk that never asks (its stage needs no data) would let that queue grow forever, so a chunk that falls `LIMIT`
-# microbatches behind is cut off.
-
-
-LIMIT = 256
-"""Maximum microbatches waiting for one chunk. The schedule lets chunks differ by about the number of pipeline
-stages."""
-
-
-class SharedStream:
-    """Hands the batches of one dataloader to several readers."""
-
-    def __init__(self, dataloader: EnergonDataloader) -> None:
-        self.dataloader = dataloader
-        self._waiting: list[deque[Any] | None] = []
-
-    def reader(self) -> Chunk:
-        """Return a reader that begins with the next batch."""
-        self._waiting.append(deque())
-        return Chunk(self, len(self._waiting) - 1)
-
-    def take(self, number: int) -> Any:
-        """Return the next batch of a reader."""
-        own = self._waiting[number]
-        if own is None:
-            raise LoaderError(
-                f"model chunk {number} is {LIMIT} microbatches behind the others: every chunk that needs data must "
-                "call next() once per microbatch"
-            )
-        if own:
-            return own.popleft()
-        batch = next(self.dataloader)
-        for other, waiting in enumerate(self._waiting):
-            if other != number and waiting is not None:
-                waiting.append(batch)
-                if len(waiting) > LIMIT:
-                    self._waiting[other] = None
-        return batch
-
-    def forget(self) -> None:
-        """Drop waiting batches: the stream continues elsewhere."""
-        self._waiting = [deque() for _ in self._waiting]
-
-
-class Chunk:
-    """The stream as one model chunk sees it, with the methods of `EnergonDataloader` that Megatron-LM looks for."""
-
-    def __init__(self, stream: SharedStream, number: int) -> None:
-        self._stream = stream
-        self._number = number
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return the chunk itself: passes are those of the shared stream, which starts over at its end."""
-        return self
-
-    def __next__(self) -> Any:
-        return self._stream.take(self._number)
-
-    def __len__(self) -> int:
-        return len(self._stream.dataloader)
-
-    def save_state(self) -> Any:
-        """Return the state of the shared stream: between steps, when all chunks have had the same batches."""
-        return self._stream.dataloader.save_state()
-
-    def restore_state(self, state: Any) -> None:
-        """Continue all chunks from a state."""
-        self._stream.dataloader.restore_state(state)
-        self._stream.forget()
-
-
-# The provider ---------------------------------------------------------------------------------------------------------
 
 Iterators = EnergonDataloader | Chunk | list[EnergonDataloader] | list[Chunk] | None
 

@@ -164,9 +164,9 @@ def test_peers_that_share_weights_get_microbatches_of_their_own(inner: str, data
             for loading in ("every_rank", "one_rank"):
                 data = module(dataset, pg_collection=given, replica_loading=loading, global_batch_size=16)
                 taken.append(keys(data.train_dataloader(), 2))
-            config = WorkerConfig(data_parallel_group=groups["dp"])
+            dp = groups["dp"]
             with pytest.raises(DataParallelError, match=r"rank \d of 2, but 4 ranks get microbatches .*gtp_remat"):
-                check_data_parallel(config, given)
+                check_data_parallel(dp.rank(), dp.size(), by_group=True, pg_collection=given)
         return groups["dp_gtp_remat"].rank(), taken
 
     results = on_ranks(load)

@@ -25,7 +25,8 @@ from replicas import digests, module, on_ranks, place, save_files
 
 from energon_bridge.core.errors import ConfigurationError, LoaderError, StepMismatchError
 from energon_bridge.tools.testing import create_captioning_test_dataset
-from energon_bridge.trainers.megatron_lm import LIMIT, train_valid_test_dataloaders_provider
+from energon_bridge.trainers.megatron_lm import train_valid_test_dataloaders_provider
+from energon_bridge.trainers.shared_stream import LIMIT
 
 GLOBAL_BATCH, MICRO_BATCH, EVAL_ITERS = 8, 2, 2
 COUNTS = (40 * GLOBAL_BATCH, EVAL_ITERS * GLOBAL_BATCH, EVAL_ITERS * GLOBAL_BATCH)

@@ -40,7 +40,6 @@ from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.settings import WorkerFacts
 from energon_bridge.core.stream.state import COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState, Stage
 from energon_bridge.core.stream.watchdog import WatchdogSettings
-from energon_bridge.core.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +121,9 @@ class Position:
         delivered = self.mode.delivered(self)
         return self.mode.stream(self, open_pipeline(self.plan, None, delivered, watchdog, worker))
 
-    def copied(self, config: WorkerConfig | None = None) -> Position:
-        """Return an independent copy, with another configuration for a worker."""
+    def copied(self) -> Position:
+        """Return an independent copy."""
         other = copy.copy(self)
-        if config is not None:
-            other.plan = dataclasses.replace(self.plan, config=config)
         other.lanes = dict(self.lanes)
         other.counts = Counts(self.counts)
         return other
@@ -423,21 +420,22 @@ def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
     return BufferedRefs.of(rows)
 
 
-def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | None = None) -> doc.State | None:
+def merged_state(own: doc.State, ranks: int, group: Any, global_dst_rank: int | None = None) -> doc.State | None:
     """Return the state of the whole run from those of its data-parallel ranks, all of which must call it.
 
     Args:
+        group: The process group of these ranks; None: all processes are.
         global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
     """
-    if config.dp_size == 1:
+    if ranks == 1:
         return own
     if not torch.distributed.is_initialized():
         raise LoaderError(
-            f"save_state_global needs torch.distributed to reach the other {config.dp_size - 1} ranks: initialize "
+            f"save_state_global needs torch.distributed to reach the other {ranks - 1} ranks: initialize "
             "it, or save save_state_rank() of every rank and pass the list of them to restore_state_rank"
         )
-    states: list[Any] = [None] * config.dp_size
-    torch.distributed.all_gather_object(states, own, group=config.data_parallel_group)
+    states: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(states, own, group=group)
     if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
         return None
     return merge(states)

@@ -384,6 +384,10 @@ class RunPlan:
             blend = cast(BucketBlend, blend).without(gone)
         return replace(self, leaves=leaves, blend=blend)
 
+    def without_group(self) -> RunPlan:
+        """Return the plan for a worker process, which cannot reach the other ranks."""
+        return replace(self, config=replace(self.config, data_parallel_group=None))
+
     def recut(
         self,
         num_lanes: int,
@@ -426,7 +430,12 @@ class RunPlan:
         if data.kind != "finite" or data.listed:
             return None
         return run.conventions.order_of_pass(
-            self.leaves, self.config, rows=data.rows, drop_last=run.batch_drop_last, limit=run.limit
+            self.leaves,
+            ranks=self.config.dp_size,
+            workers=self.config.processes,
+            rows=data.rows,
+            drop_last=run.batch_drop_last,
+            limit=run.limit,
         )
 
     def end_of_pass(self, epoch: int, listing: Listing | None = None) -> int:
@@ -439,7 +448,8 @@ class RunPlan:
         rows = self.draws_of_pass(epoch).num_draws if listing is None else len(listing.rows)
         batches = None if listing is None or listing.ends is None else len(listing.ends)
         end = data.end(rows, config.dp_size, batches)
-        return data.settings.conventions.end(end, config, data.settings.limit)
+        limit = data.settings.limit
+        return data.settings.conventions.end(end, rank=config.dp_rank, ranks=config.dp_size, limit=limit)
 
 
 def plan_run(
@@ -464,14 +474,15 @@ def plan_run(
     if data.ends:  # a pass has no lanes, so any number of ranks can share it
         lanes = max(lanes or ranks, ranks)
     if data.buckets is not None:
-        lanes = data.buckets.num_lanes(config, lanes)
+        lanes = data.buckets.num_lanes(lanes, ranks=ranks, group=config.microbatches_per_global_batch)
     lanes = lanes or default_num_lanes(ranks, config.microbatches_per_global_batch)
     settings: dict[str, Any] = {"seed": seed, "batch_size": data.settings.batch_size}
     if data.ends:
         settings |= {"batch_drop_last": data.settings.batch_drop_last}
         settings |= {"grouped": True} if data.grouped else {}
         if data.kind == "finite" and not data.listed:
-            settings |= data.settings.conventions.recorded(config, data.settings.limit)
+            limit = data.settings.limit
+            settings |= data.settings.conventions.recorded(ranks=ranks, workers=config.processes, limit=limit)
     if data.settings.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.settings.packing_buffer_size}
         if not data.ends:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import os
 import warnings
@@ -102,7 +101,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self.config = config = worker_config or dataset.worker_config
         self.on_mismatch = on_mismatch
         for groups in trainer_groups():
-            groups.check_data_parallel(config)
+            groups.check_data_parallel(config.dp_rank, config.dp_size, by_group=config.data_parallel_group is not None)
         dataset.check_types()
         self._position = Position(plan_run(dataset, config), PassMode() if dataset.ends else Mode())
         workers = config.num_workers
@@ -376,7 +375,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
-        position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None))
+        position = self._position.copied()
+        position.plan = position.plan.without_group()
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
             assert item.state is not None  # only endless streams hold something back
             position.lanes[lane] = item.state
@@ -563,7 +563,9 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         Args:
             global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
         """
-        return merged_state(self.save_state_rank(), self.config, global_dst_rank)
+        return merged_state(
+            self.save_state_rank(), self.config.dp_size, self.config.data_parallel_group, global_dst_rank
+        )
 
     def restore_state_global(self, state: doc.State | None, *, src_rank: int | None = None) -> None:
         """Continue from the state of a whole run.

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 from energon_bridge.core.order.choose import OrderedLeaf, PassDraws
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.samples import Batch, Sample
-from energon_bridge.core.worker_config import WorkerConfig
 
 _GOLDEN = 0.6180339887498949
 
@@ -66,16 +65,27 @@ class Conventions:
     # Passes and epochs -----------------------------------------------------------------------------------------------
 
     def order_of_pass(
-        self, leaves: Sequence[PassLeaf], config: WorkerConfig, *, rows: int, drop_last: bool, limit: int | None
+        self,
+        leaves: Sequence[PassLeaf],
+        *,
+        ranks: int,
+        workers: int,
+        rows: int,
+        drop_last: bool,
+        limit: int | None,
     ) -> PassOrder | None:
-        """Return the order of a validation pass that is neither packed nor grouped; None: the samples in turn."""
+        """Return the order of a validation pass that is neither packed nor grouped; None: the samples in turn.
+
+        Args:
+            workers: Of each rank.
+        """
         return None
 
-    def recorded(self, config: WorkerConfig, limit: int | None) -> dict[str, Any]:
+    def recorded(self, *, ranks: int, workers: int, limit: int | None) -> dict[str, Any]:
         """Return what that order depends on, as states record it."""
         return {}
 
-    def end(self, end: int, config: WorkerConfig, limit: int | None) -> int:
+    def end(self, end: int, *, rank: int, ranks: int, limit: int | None) -> int:
         """Return the microbatch at which a pass that ends at microbatch `end` is over for a rank."""
         return end
 
@@ -92,11 +102,13 @@ class Conventions:
 
     # What hooks and programs see -------------------------------------------------------------------------------------
 
-    def batch_number(self, number: int, config: WorkerConfig) -> int:
+    def batch_number(self, number: int, *, ranks: int) -> int:
         """Return the number that hooks see of a microbatch of the run."""
         return number
 
-    def sample_numbers(self, lane: int, num_lanes: int, rows: int, config: WorkerConfig) -> Callable[[int], int] | None:
+    def sample_numbers(
+        self, lane: int, *, num_lanes: int, rows: int, ranks: int, workers: int
+    ) -> Callable[[int], int] | None:
         """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
         return None
 

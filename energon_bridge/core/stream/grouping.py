@@ -4,7 +4,7 @@ The state of a lane holds the waiting rows in order of arrival. After a restore,
 again when the first row is drawn. A finite pass is grouped before it begins (`finite.py`); rows left at its end
 become smaller batches.
 
-The contents of waiting rows share the byte budget of the process (`stream/settings.py`). Contents that are dropped, the
+The contents of waiting rows share the byte budget of the process (`stream/budget.py`). Contents that are dropped, the
 newest rows first, are encoded again when their group is full. The rows themselves have a bound, too: a lane of which
 more wait than `most_waiting` stops the run, since its groups do not fill.
 """

@@ -25,12 +25,13 @@ from energon_bridge.core.samples.base import SentSources
 from energon_bridge.core.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.core.storage.base import MADE, values_of
 from energon_bridge.core.storage.helpers import Threads
+from energon_bridge.core.stream.budget import Budget
 from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.leaf import Leaf, LeafSource, StorePool, cooker_of
 from energon_bridge.core.stream.policy import FailureTracker
 from energon_bridge.core.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.core.stream.restore_keys import PlainKey, SampleKey, batch_key, samples_of
-from energon_bridge.core.stream.settings import Budget, StreamSettings
+from energon_bridge.core.stream.settings import StreamSettings
 from energon_bridge.core.stream.state import COUNTERS, Counts
 from energon_bridge.core.stream.user_code import AS_IT_IS, BegunDraw, OwnHooks, PendingSample, UserCode, running_hooks
 from energon_bridge.core.stream.values import BANNED, Columns, FailedSample, has_code
@@ -362,14 +363,17 @@ class Pipeline:
         """Return the number of a microbatch as hooks see it."""
         # In a lane, `number` counts its own microbatches; a pass has no lanes.
         whole = number if lane < 0 else number * self.settings.num_lanes + lane
-        return self.conventions.batch_number(whole, self.settings.config)
+        return self.conventions.batch_number(whole, ranks=self.settings.config.dp_size)
 
     def sample_numbers(self, lane: int) -> Callable[[int], int] | None:
         """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
         if self.own.waits:
             return None
         num_lanes = self.leaves[0].order.num_lanes
-        return self.conventions.sample_numbers(lane, num_lanes, self.rows, self.settings.config)
+        config = self.settings.config
+        return self.conventions.sample_numbers(
+            lane, num_lanes=num_lanes, rows=self.rows, ranks=config.dp_size, workers=config.processes
+        )
 
     def batches(
         self,

@@ -38,7 +38,6 @@ from energon_bridge.core.order.changes import LeafWeights
 from energon_bridge.core.order.leaf import Memo
 from energon_bridge.core.order.rng import IntArray, fold
 from energon_bridge.core.samples.showing import counted
-from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.columns.columns import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 from energon_bridge.tools.columns.expression import column_names, values_of_samples
 
@@ -90,10 +89,9 @@ class Buckets:
         """Return what the order depends on, as states record it."""
         return [f"{name}: {rows}" for name, rows in zip(self.names, self.rows, strict=True)]
 
-    def num_lanes(self, config: WorkerConfig, lanes: int | None) -> int:
-        """Return L: a lap over the lanes is a global batch, or several of one bucket."""
-        group = config.microbatches_per_global_batch
-        lanes = lanes or group or config.dp_size
+    def num_lanes(self, lanes: int | None, *, ranks: int, group: int | None) -> int:
+        """Return L: a lap over the lanes is a global batch of `group` microbatches, or several of one bucket."""
+        lanes = lanes or group or ranks
         if group is not None and lanes % group:
             raise ConfigurationError(
                 f"group_by: {lanes} lanes are no multiple of the {group} microbatches of a global batch, so some "

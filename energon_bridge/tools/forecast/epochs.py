@@ -21,7 +21,6 @@ from energon_bridge.core.order.choose import Cursor, OrderedLeaf, standing
 from energon_bridge.core.order.leaf import LeafOrder
 from energon_bridge.core.order.rng import FloatArray, IntArray
 from energon_bridge.core.order.topology import Ownership, first_microbatch, microbatches_before, step_of
-from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.columns.amounts import AmountBlend
 from energon_bridge.tools.forecast.run import Run
 
@@ -160,7 +159,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         per_step=run.per_step,
         world_size=ranks,
         num_lanes=plan.num_lanes,
-        lanes_because=_why(run.plan.config),
+        lanes_because=_why(run),
         masked_share=ownership.masked_share,
         even_world_size=ownership.nearest_even_world_size(),
         batch_size=spec.settings.batch_size,
@@ -281,8 +280,9 @@ def _written(run: Run) -> list[str]:
     return below(run.spec.mix.root, ())
 
 
-def _why(config: WorkerConfig) -> str:
+def _why(run: Run) -> str:
     """Say why a run has so many lanes (`default_num_lanes`)."""
+    config = run.plan.config
     if config.num_lanes is not None:
         return "as given"
     if config.microbatches_per_global_batch is not None:

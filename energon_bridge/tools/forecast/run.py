@@ -26,7 +26,7 @@ from energon_bridge.core.mix.flatten import flatten
 from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.mix.tree import EpochizedBlend as MixedEpochs
 from energon_bridge.core.order.topology import Ownership
-from energon_bridge.core.stream.settings import RunSettings, StreamKind
+from energon_bridge.core.stream.settings import RunSettings
 from energon_bridge.core.stream.state import LaneState
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.columns.amounts import counting
@@ -126,12 +126,23 @@ def run_of_state(
     rows = [row for row in saved.leaves if not row["parked"]]
     names: dict[str, Any] = {"dataset_config": dataset_config, "split_config": split_config}
     names["trust_remote_code"] = trust_remote_code
+    known = {name: settings[name] for name in _STREAM if name in settings}
     if mix is None:
-        spec = _spec_of_state(kind, settings, rows, config, **names)
+        combined = _mix(kind, settings, rows)  # first: paths of joins are no folders
+        spec = DatasetSpec(
+            leaves=_leaves_of_state(settings, rows, **names),
+            mix=combined,
+            settings=RunSettings(kind=kind, task_encoder=DefaultTaskEncoder(), **known),
+            worker_config=config,
+        )
     else:
         parts = {row["split_part"] for row in rows}
-        part = split_part or (parts.pop() if len(parts) == 1 else "train")
-        spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
+        names["split_part"] = split_part or (parts.pop() if len(parts) == 1 else "train")
+        if kind == "finite":
+            spec = get_val_dataset(mix, worker_config=config, **known, **names)
+        else:
+            spec = get_train_dataset(mix, worker_config=config, repeat=kind == "train", **known, **names)
+            spec = _shuffled_as_before(spec, settings)
     blocks = {row["identity"]: row["block"] for row in rows}
     plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
     check_fits(saved, spec.kind, plan.settings, plan.table)
@@ -159,12 +170,8 @@ def _of_buckets() -> ConfigurationError:
     )
 
 
-def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfig, **names: Any) -> DatasetSpec:
-    """Open a given mix with the settings of a state."""
-    known = {name: settings[name] for name in _STREAM if name in settings}
-    if kind == "finite":
-        return get_val_dataset(mix, worker_config=config, **known, **names)
-    spec = get_train_dataset(mix, worker_config=config, repeat=kind == "train", **known, **names)
+def _shuffled_as_before(spec: DatasetSpec, settings: State) -> DatasetSpec:
+    """Return a given mix with the epochs that a state's leaves are shuffled over."""
     epochs = dict(
         zip((leaf.identity for leaf in spec.ordered), _shuffle_epochs(settings, len(spec.leaves)), strict=True)
     )
@@ -172,17 +179,10 @@ def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfi
     return replace(spec, leaves=leaves)
 
 
-def _spec_of_state(
-    kind: StreamKind,
-    settings: State,
-    rows: Sequence[State],
-    config: WorkerConfig,
-    *,
-    trust_remote_code: bool,
-    **names: str,
-) -> DatasetSpec:
+def _leaves_of_state(
+    settings: State, rows: Sequence[State], *, trust_remote_code: bool, **names: str
+) -> tuple[OpenLeaf, ...]:
     """Open the leaves of a state at the paths in it."""
-    mix = _mix(kind, settings, rows)
     leaves = []
     epochs = _shuffle_epochs(settings, len(rows))
     opener = DatasetOpener(trust_remote_code=trust_remote_code)
@@ -206,13 +206,7 @@ def _spec_of_state(
         alike = (replace(leaf, occurrence=number) for number in range(len(rows)))
         leaf = next((one for one in alike if one.identity == row["identity"]), leaf)
         leaves.append(counting(leaf, settings["unit"], where=row["path"]) if "unit" in settings else leaf)
-    known = {name: settings[name] for name in _STREAM if name in settings}
-    return DatasetSpec(
-        leaves=tuple(leaves),
-        mix=mix,
-        settings=RunSettings(kind=kind, task_encoder=DefaultTaskEncoder(), **known),
-        worker_config=config,
-    )
+    return tuple(leaves)
 
 
 def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:

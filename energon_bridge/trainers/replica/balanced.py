@@ -302,7 +302,7 @@ class BalancedLoader:
 
     def state_dict(self) -> State:
         """Return the state of the whole run."""
-        state = merged_state(self.save_state_rank(), self.config)
+        state = merged_state(self.save_state_rank(), self.config.dp_size, self.config.data_parallel_group)
         assert state is not None
         return state
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from energon_bridge.core.errors import ConfigurationError, DataParallelError
-from energon_bridge.core.worker_config import WorkerConfig, distributed
+from energon_bridge.core.worker_config import distributed
 
 logger = logging.getLogger(__name__)
 
@@ -215,19 +215,20 @@ def parallel_place(kind: Literal["tp", "cp", "pp"], pg_collection: Any = None) -
     return int(rank), int(size)
 
 
-def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None:
-    """Raise for a configuration under which the ranks of a replica would train on different data.
+def check_data_parallel(rank: int, size: int, *, by_group: bool, pg_collection: Any = None) -> None:
+    """Raise for a loader with which the ranks of a replica would train on different data.
 
     Looked at are megatron's groups, where they are made: there cannot be more data-parallel ranks than replicas, and
     where there are as many, a rank given as a number must be the data-parallel one. A loader for fewer ranks than get
     data of their own would give some of them the same; only one that is not shared out at all is taken at its word.
 
     Args:
-        config: Of the loader.
+        rank, size: The data-parallel rank that the loader is for, and the number of them.
+        by_group: Whether they are those of a process group, not given as numbers.
         pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
 
     Raises:
-        DataParallelError: The configuration does not fit them.
+        DataParallelError: The loader does not fit them.
     """
     kinds: dict[str, Literal["tp", "cp", "pp"]] = {"tensor": "tp", "context": "cp", "pipeline": "pp"}
     sizes = {name: parallel_place(kind, pg_collection)[1] for name, kind in kinds.items()}
@@ -235,26 +236,26 @@ def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None
     world = distributed()
     if group is None or world is None:
         return
-    rank = int(group.rank())
+    own = int(group.rank())
     ranks = int(group.size())
     replicas = world.get_world_size() // math.prod(sizes.values())
-    other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank
-    alone = config.data_parallel_group is None and config.dp_size == 1
-    if config.dp_size < ranks and not alone:
+    other_rank = not by_group and size == ranks and rank != own
+    alone = not by_group and size == 1
+    if size < ranks and not alone:
         raise DataParallelError(
-            f"the loader is for rank {config.dp_rank} of {config.dp_size}, but {ranks} ranks get microbatches of their "
-            f"own, of which this process is rank {rank}: {ranks // config.dp_size} of them would train on the same "
+            f"the loader is for rank {rank} of {size}, but {ranks} ranks get microbatches of their "
+            f"own, of which this process is rank {own}: {ranks // size} of them would train on the same "
             "data. With generalised tensor parallelism (gtp_remat), the dp group of megatron-core's "
             "ProcessGroupCollection leaves peers out. Pass WorkerConfig "
             "data_parallel_group=parallel_state.get_data_parallel_group() (dp_gtp_remat of a collection), or use "
             "EnergonMultiModalDataModule, which does"
         )
-    if config.dp_size <= max(1, replicas) and not other_rank:
+    if size <= max(1, replicas) and not other_rank:
         return
     parallel = ", ".join(f"{name} parallelism {size}" for name, size in sizes.items() if size > 1)
     raise DataParallelError(
-        f"the loader is for rank {config.dp_rank} of {config.dp_size}, but with {parallel or 'no model parallelism'} "
-        f"this process is data-parallel rank {rank} of {ranks}: the ranks of a replica would train on different data. "
+        f"the loader is for rank {rank} of {size}, but with {parallel or 'no model parallelism'} "
+        f"this process is data-parallel rank {own} of {ranks}: the ranks of a replica would train on different data. "
         "Pass WorkerConfig data_parallel_group=parallel_state.get_data_parallel_group() (without context parallelism), "
         "or use EnergonMultiModalDataModule, which does"
     )

@@ -19,8 +19,8 @@ from replicas import on_ranks, save_files
 
 from energon_bridge.core.errors import MissingRankError, StateError, StateFormatError, StepMismatchError
 from energon_bridge.tools.testing import create_captioning_test_dataset
-from energon_bridge.trainers import megatron_lm as rank_files
-from energon_bridge.trainers.megatron_lm import read_rank_files
+from energon_bridge.trainers import rank_files
+from energon_bridge.trainers.rank_files import read_rank_files
 
 dataset = made_once(create_captioning_test_dataset, num_train=48, num_val=7)
 
