@@ -36,7 +36,8 @@ import pyarrow.parquet  # noqa: E402
 
 from benchmarks.servers import counts, nginx, proxy  # noqa: E402
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset  # noqa: E402
-from energon_bridge.tools.convert.convert import ConvertOptions, convert  # noqa: E402
+from energon_bridge.tools.convert.conversion import convert  # noqa: E402
+from energon_bridge.tools.convert.options import ConvertOptions  # noqa: E402
 from energon_bridge.tools.convert.sources import open_source  # noqa: E402
 
 _BATCH = 32

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from energon_bridge.core.errors import (
     UnknownSplitError,
     did_you_mean,
 )
-from energon_bridge.core.format.checksums import read_checksums
+from energon_bridge.core.format.checksums import ShardChecksums, read_checksums
 from energon_bridge.core.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.core.format.dataset_config import DatasetConfigs, fields_of
 from energon_bridge.core.format.documents import read_document
@@ -276,97 +276,136 @@ def lint_dataset(
 def _check_shard(
     dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], deep: bool, shard: int
 ) -> ShardReport:
-    name = dataset.shard_names[shard]
-    problems: list[Problem] = []
+    check = _ShardCheck(dataset, decode, shard)
+    try:
+        checksums = check.checksums() if deep else None
+        if isinstance(dataset, ForeignDataset):
+            check.check_rows(dataset)
+        elif isinstance(dataset, JsonlDataset):
+            check.check_lines()
+        else:
+            check.check_samples(checksums)
+    except EnergonError as error:  # the shard or its index as a whole
+        check.report(error)
+    return check.done()
 
-    def report(error: Exception, key: str | None = None, part: str | None = None) -> None:
-        problems.append(
+
+class _ShardCheck:
+    """What is found in one shard: problems, and the keys of samples that may surprise; see `ShardReport`."""
+
+    def __init__(self, dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], shard: int) -> None:
+        self._dataset = dataset
+        self._decode = decode
+        self._shard = shard
+        self._name = dataset.shard_names[shard]
+        self._num_checked = 0
+        self._problems: list[Problem] = []
+        self._blank: list[str] = []
+        self._raw: list[str] = []
+        self._turned: list[str] = []
+        self._unopened: list[str] = []
+
+    def report(self, error: Exception, key: str | None = None, part: str | None = None) -> None:
+        """Add a problem of a sample or part, or, without a key, of the shard."""
+        self._problems.append(
             Problem(
-                dataset=dataset.path,
-                split_part=dataset.split_part,
-                shard=name,
+                dataset=self._dataset.path,
+                split_part=self._dataset.split_part,
+                shard=self._name,
                 key=key,
                 part=part,
                 message=f"{type(error).__name__}: {error}",
-                remedy=_remedy(dataset, type(error).__name__),
+                remedy=_remedy(self._dataset, type(error).__name__),
             )
         )
 
-    checked = 0
-    follow = follow_links(dataset.path)
-    blank: list[str] = []
-    raw: list[str] = []
-    turned: list[str] = []
-    unopened: list[str] = []
-    excluded: set[str] = set()
-    keys: list[str] = []
-    names: list[frozenset[str]] = []
-    checksums = None
-    try:
-        if deep:
-            count, size = int(dataset.shard_counts[shard]), int(dataset.shard_sizes[shard])
-            checksums = read_checksums(dataset.store, name, count=count, size=size)
-            if checksums is None:
-                raise MetadataError(f"no checksums: energon prepare {dataset.path} --checksums --force-overwrite")
-        if isinstance(dataset, ForeignDataset):
-            first = int(dataset.shard_counts[:shard].sum())
-            for number, sample in enumerate(read_rows(dataset, shard), start=first):
-                checked += 1
-                if isinstance(sample, Exception):
-                    report(sample, key=f"{number:09d}")  # as rows that can be read are called
-                    continue
-                if _check_row(dataset, decode, sample, report, raw):
-                    blank.append(sample.key)
-                if _is_turned(sample.parts):
-                    turned.append(sample.key)
-                if _is_unopened(sample.parts):
-                    unopened.append(sample.key)
-        for index, data in () if isinstance(dataset, ForeignDataset) else read_samples(dataset, shard):
-            if isinstance(dataset, JsonlDataset):
-                checked += 1
-                try:
-                    parse_line(data)
-                except DecodeError as error:
-                    report(error, key=str(index), part=PART)
+    def checksums(self) -> ShardChecksums:
+        """Return the checksums of the shard; raises MetadataError if there are none."""
+        count, size = int(self._dataset.shard_counts[self._shard]), int(self._dataset.shard_sizes[self._shard])
+        found = read_checksums(self._dataset.store, self._name, count=count, size=size)
+        if found is None:
+            raise MetadataError(f"no checksums: energon prepare {self._dataset.path} --checksums --force-overwrite")
+        return found
+
+    def check_rows(self, dataset: ForeignDataset) -> None:
+        """Check the rows of a file, such as those of a table."""
+        first = int(dataset.shard_counts[: self._shard].sum())
+        for number, row in enumerate(read_rows(dataset, self._shard), start=first):
+            self._num_checked += 1
+            if isinstance(row, Exception):
+                self.report(row, key=f"{number:09d}")  # as rows that can be read are called
                 continue
+            report = partial(self.report, key=row.key)
+            is_blank = _check_row(dataset, self._decode, row, report, self._raw)
+            self._note(row.key, row.parts, is_blank)
+
+    def check_lines(self) -> None:
+        """Check the lines of a JSONL file."""
+        for index, data in read_samples(self._dataset, self._shard):
+            self._num_checked += 1
             try:
-                where = f"{dataset.store.url(name)}, sample {index}"
+                parse_line(data)
+            except DecodeError as error:
+                self.report(error, key=str(index), part=PART)
+
+    def check_samples(self, checksums: ShardChecksums | None) -> None:
+        """Check the samples of a tar, but those that are excluded, and its list of these."""
+        dataset = self._dataset
+        follow = follow_links(dataset.path)
+        excluded: set[str] = set()
+        keys: list[str] = []
+        names: list[frozenset[str]] = []
+        for index, data in read_samples(dataset, self._shard):
+            try:
+                where = f"{dataset.store.url(self._name)}, sample {index}"
                 key, parts = parse_sample(data, where=where, follow=follow)
             except EnergonError as error:
-                checked += 1
-                report(error)
+                self._num_checked += 1
+                self.report(error)
                 continue
-            if (name, key) in dataset.excluded:
+            if (self._name, key) in dataset.excluded:
                 excluded.add(key)
                 continue
-            checked += 1
+            self._num_checked += 1
             keys.append(key)
             names.append(frozenset(parts))
             for difference in checksums.differences(index, key, parts, complete=True) if checksums else ():
-                report(CorruptShardError(difference), key=key)
-            if _check_sample(dataset, decode, index, key, parts, partial(report, key=key), raw):
-                blank.append(key)
-            if _is_turned(parts):
-                turned.append(key)
-            if _is_unopened(parts):
-                unopened.append(key)
-        for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(name)):
-            report(rest, key=keys[number])
-        unknown = {key for shard, key in dataset.excluded if shard == name} - excluded
-        for key in sorted(unknown) if len(keys) == checked else ():
+                self.report(CorruptShardError(difference), key=key)
+            report = partial(self.report, key=key)
+            self._note(key, parts, _check_sample(dataset, self._decode, index, key, parts, report, self._raw))
+        for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(self._name)):
+            self.report(rest, key=keys[number])
+        if len(keys) == self._num_checked:
+            self._check_excluded(excluded, keys)
+
+    def _check_excluded(self, found: set[str], keys: Sequence[str]) -> None:
+        """Report what the split file excludes of the shard, but was not found among its samples."""
+        listed = {key for shard, key in self._dataset.excluded if shard == self._name}
+        for key in sorted(listed - found):
             hint = did_you_mean(key, keys)
-            report(MetadataError(f"`exclude` of the split file lists the sample {key!r}, which is not there.{hint}"))
-    except EnergonError as error:  # the shard or its index as a whole
-        report(error)
-    return ShardReport(
-        shard=name,
-        num_checked=checked,
-        problems=(*problems,),
-        blank=(*blank,),
-        raw=(*raw,),
-        turned=(*turned,),
-        unopened=(*unopened,),
-    )
+            self.report(
+                MetadataError(f"`exclude` of the split file lists the sample {key!r}, which is not there.{hint}")
+            )
+
+    def _note(self, key: str, parts: Mapping[str, Any], is_blank: bool) -> None:
+        if is_blank:
+            self._blank.append(key)
+        if _is_turned(parts):
+            self._turned.append(key)
+        if _is_unopened(parts):
+            self._unopened.append(key)
+
+    def done(self) -> ShardReport:
+        """Return what was found."""
+        return ShardReport(
+            shard=self._name,
+            num_checked=self._num_checked,
+            problems=(*self._problems,),
+            blank=(*self._blank,),
+            raw=(*self._raw,),
+            turned=(*self._turned,),
+            unopened=(*self._unopened,),
+        )
 
 
 def decode_whole(part: str, data: memoryview) -> Any:
@@ -414,14 +453,14 @@ def _check_row(
         try:
             decoded[part] = decode(part, data) if isinstance(data, memoryview) else data
         except (EnergonError, ImportError) as error:
-            report(error, key=row.key, part=part)
+            report(error, part=part)
     if decoded.keys() == row.parts.keys() and not dataset.is_crude:
         try:
             fields = field_map_of(tuple(row.fields.items()))(decoded)
             dataset.sample_type(__key__=row.key, **fields)
             raw += [row.key] * _has_raw(dataset.sample_type, fields)
         except Exception as error:  # a sample type may raise anything
-            report(error, key=row.key)
+            report(error)
     return _has_blank(decoded)
 
 

@@ -40,16 +40,8 @@ from energon_bridge.tools.cli.prepare_options import (
     workers_option,
 )
 from energon_bridge.tools.convert.conversations import as_told, is_conversation
-from energon_bridge.tools.convert.convert import (
-    SKIPPED,
-    Converted,
-    ConvertOptions,
-    check_first_files,
-    convert,
-    convert_task,
-    propose_samples_per_shard,
-    stopped,
-)
+from energon_bridge.tools.convert.conversion import check_first_files, convert, convert_task, stopped
+from energon_bridge.tools.convert.finish import SKIPPED, Converted
 from energon_bridge.tools.convert.hub import download, is_hub, stream
 from energon_bridge.tools.convert.lists import (
     answers_of,
@@ -59,6 +51,8 @@ from energon_bridge.tools.convert.lists import (
     propose_layout,
     unused_columns,
 )
+from energon_bridge.tools.convert.options import ConvertOptions
+from energon_bridge.tools.convert.plan import propose_samples_per_shard
 from energon_bridge.tools.convert.rows import Layout, Source, check_layout, first_rows
 from energon_bridge.tools.convert.sources import KINDS, open_source
 from energon_bridge.tools.convert.speech import PROMPT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import click
@@ -32,6 +33,13 @@ from energon_bridge.tools.cli.prepare_options import (
 )
 
 _MAX_SHOWN = 100
+_SURPRISES = {
+    "blank": ("an empty text", f"To leave one out, {LEAVE_OUT}."),
+    "raw": ("an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
+    "turned": ("an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
+    "unopened": ("a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
+}
+"""What lists of keys of a `ShardReport` mean, and what to do."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,70 +114,85 @@ def command(
         raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
     problems = _Problems(quiet=as_json)
-    empty: list[str] = []
-    if path.endswith(".yaml"):
-        if (dataset_config, split_config) != ("dataset.yaml", "split.yaml"):
-            raise ConfigurationError(
-                f"{path} is a mix, which names these files for each dataset: leave the options out."
-            )
-        datasets, failed, doubts = lint_mix(path, split_parts=parts, trust_remote_code=trust_remote_code)
-    else:
-        datasets, empty = lint_parts(
-            path,
-            split_parts=parts,
-            split_config=split_config,
-            dataset_config=dataset_config,
-            trust_remote_code=trust_remote_code,
-        )
-        failed, doubts = lint_splits(path, split_config=split_config, dataset_config=dataset_config)
-    for doubt in doubts:
-        problems.warn(doubt)
-    for problem in failed:
-        problems.add(problem)
-    for part in empty if not as_json else ():
-        click.echo(f"The split part {part!r} is empty.")
+    datasets, empty = _opened(path, parts, dataset_config, split_config, problems, trust=trust_remote_code)
     workers = choose_engine(engine, address, parallel)
     if deep and (bare := [dataset for dataset in datasets if not dataset.has_checksums]):
         raise ConfigurationError(
             f"{bare[0].path} has no checksums for --deep: energon prepare {bare[0].path} --checksums --force-overwrite"
         )
     checked = 0
-    total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
-    if share is not None:
-        total = sum(_task_share(dataset, share) for dataset in datasets)
     for dataset in datasets:
-        blank: list[str] = []
-        raw: list[str] = []
-        turned: list[str] = []
-        unopened: list[str] = []
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
-            for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
-                checked += report.num_checked
-                blank += [f"{report.shard}/{key}" for key in report.blank]
-                raw += [f"{report.shard}/{key}" for key in report.raw]
-                turned += [f"{report.shard}/{key}" for key in report.turned]
-                unopened += [f"{report.shard}/{key}" for key in report.unopened]
-                for problem in report.problems:
-                    problems.add(problem)
-                advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
-        for keys, what, remedy in (
-            (blank, "an empty text", f"To leave one out, {LEAVE_OUT}."),
-            (raw, "an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
-            (turned, "an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
-            (unopened, "a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
-        ):
-            if keys:
-                count = count_of(len(keys), "sample")
-                where = f"{dataset.path}, {dataset.split_part or 'all'}"
-                problems.warn(f"{where}: {count} with {what}; the first is {keys[0]}. {remedy}")
+            checked += _check(dataset, problems, advance, workers=workers, share=share, deep=deep)
     if encoder is not None:
         splits = _splits(path, datasets, parts)
         _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)
     if duplicates:
         _find_duplicates(datasets, problems, workers)
+    total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
+    if share is not None:
+        total = sum(_task_share(dataset, share) for dataset in datasets)
     _report(problems, checked, total, empty, as_json=as_json)
     if problems.bad:
         sys.exit(1)
+
+
+def _opened(
+    path: str, parts: tuple[str, ...], dataset_config: str, split_config: str, problems: _Problems, *, trust: bool
+) -> tuple[list[PreparedDataset], list[str]]:
+    """Return the split parts to check, and the names of the empty ones; what is wrong with their files is a problem."""
+    empty: list[str] = []
+    if path.endswith(".yaml"):
+        if (dataset_config, split_config) != ("dataset.yaml", "split.yaml"):
+            raise ConfigurationError(
+                f"{path} is a mix, which names these files for each dataset: leave the options out."
+            )
+        datasets, failed, doubts = lint_mix(path, split_parts=parts, trust_remote_code=trust)
+    else:
+        datasets, empty = lint_parts(
+            path,
+            split_parts=parts,
+            split_config=split_config,
+            dataset_config=dataset_config,
+            trust_remote_code=trust,
+        )
+        failed, doubts = lint_splits(path, split_config=split_config, dataset_config=dataset_config)
+    for doubt in doubts:
+        problems.warn(doubt)
+    for problem in failed:
+        problems.add(problem)
+    for part in empty if not problems.quiet else ():
+        click.echo(f"The split part {part!r} is empty.")
+    return datasets, empty
+
+
+def _check(
+    dataset: PreparedDataset,
+    problems: _Problems,
+    advance: Callable[[int, int], object],
+    *,
+    workers: Workers,
+    share: Task | None,
+    deep: bool,
+) -> int:
+    """Check the shards of a split part, or those of a task; return the number of samples."""
+    checked = 0
+    found: dict[str, list[str]] = {name: [] for name in _SURPRISES}
+    count = len(dataset.shard_names if share is None else share.of(dataset.shard_names))
+    for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
+        checked += report.num_checked
+        for name, keys in found.items():
+            keys += [f"{report.shard}/{key}" for key in getattr(report, name)]
+        for problem in report.problems:
+            problems.add(problem)
+        advance(number, count)
+    for name, keys in found.items():
+        if keys:
+            what, remedy = _SURPRISES[name]
+            where = f"{dataset.path}, {dataset.split_part or 'all'}"
+            samples = count_of(len(keys), "sample")
+            problems.warn(f"{where}: {samples} with {what}; the first is {keys[0]}. {remedy}")
+    return checked
 
 
 def _find_duplicates(datasets: list[PreparedDataset], problems: _Problems, workers: Workers) -> None:

@@ -51,28 +51,30 @@ from energon_bridge.core.storage import OpenFiles, Store, open_store
 from energon_bridge.core.storage.helpers import PerProcess
 from energon_bridge.models.conversations.turns import CONVERSATIONS
 from energon_bridge.tools.convert.arrow import (
-    TAIL_BYTES,
     ArrowSource,
+    is_saved,
+    parquet_files,
+    parts_of,
+    row_of,
+    saved_files,
+    saved_names,
+)
+from energon_bridge.tools.convert.conversations import as_told
+from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant
+from energon_bridge.tools.convert.row_groups import (
+    TAIL_BYTES,
     Group,
     far_groups,
     groups_of,
     hash_of_tail,
-    is_saved,
-    parquet_files,
-    parts_of,
     pyarrow_modules,
     read_group,
     read_row_groups,
     read_table,
     release_tables,
-    row_of,
-    saved_files,
-    saved_names,
     sizes_of,
     table_of,
 )
-from energon_bridge.tools.convert.conversations import as_told
-from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant
 from energon_bridge.tools.convert.rows import Layout, MediaRoot, check_layout, first_rows, lay_out, located
 from energon_bridge.tools.convert.values import ValueReader, numbers_or_texts, readers_of
 

@@ -16,7 +16,7 @@ from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.conversations.inputs import model_inputs
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
-from energon_bridge.models.families.processor import rope_index
+from energon_bridge.models.families.processor_positions import rope_index
 from energon_bridge.models.families.sound import track_of
 from energon_bridge.models.families.video import decoded, video_of
 

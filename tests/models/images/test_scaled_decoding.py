@@ -19,7 +19,8 @@ from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.models.images.images import IMAGE_FORMS
 from energon_bridge.models.images.jpeg import can_scale
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
-from energon_bridge.tools.convert.convert import ConvertOptions, reencoded
+from energon_bridge.tools.convert.options import ConvertOptions
+from energon_bridge.tools.convert.scaling import reencoded
 from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 
 

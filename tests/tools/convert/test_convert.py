@@ -47,7 +47,9 @@ from energon_bridge.core.format.nvmeta import read_info
 from energon_bridge.core.prepare import rebuild_index
 from energon_bridge.core.prepare.split import parse_ratio
 from energon_bridge.core.storage import open_store
-from energon_bridge.tools.convert.convert import ConvertOptions, reencoded, split_numbers
+from energon_bridge.tools.convert.options import ConvertOptions
+from energon_bridge.tools.convert.plan import split_numbers
+from energon_bridge.tools.convert.scaling import reencoded
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 

@@ -41,7 +41,7 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.format.foreign import ForeignRow
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.storage.helpers import PerProcess
-from energon_bridge.tools.convert import arrow as files, dataset as tables
+from energon_bridge.tools.convert import dataset as tables, row_groups as files
 from energon_bridge.tools.convert.dataset import TableDataset, open_tables
 
 arrow = pytest.importorskip("pyarrow")

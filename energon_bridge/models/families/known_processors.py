@@ -1,0 +1,82 @@
+"""Processors of transformers that need a word: what cannot be learned of them, by the names of their classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.models.conversations.conversation import Kind
+
+
+def _settings(processor: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = processor._merge_kwargs(tokenizer_init_kwargs={})["images_kwargs"]
+    return settings
+
+
+def patches(processor: Any, height: int, width: int) -> Any:
+    return processor.image_processor.get_number_of_image_patches(height, width, _settings(processor))
+
+
+def _tiles(processor: Any, height: int, width: int) -> Any:
+    return processor.image_processor.get_tile_grid(height, width, _settings(processor))
+
+
+def _resized(processor: Any, height: int, width: int) -> Any:
+    part = processor.image_processor
+    size = part.size
+    patch = processor.patch_size * processor.spatial_merge_size
+    return inspect.getmodule(type(part)).get_resize_output_image_size(  # type: ignore[union-attr]
+        np.broadcast_to(np.uint8(0), (3, height, width)),
+        size=(size["longest_edge"], size["longest_edge"]),
+        patch_size=(patch, patch),
+        input_data_format="channels_first",
+    )
+
+
+SHAPES: Mapping[str, Callable[..., Any]] = {
+    "AyaVisionProcessor": patches,
+    "Cohere2VisionProcessor": patches,
+    "GraniteDoclingProcessor": _tiles,
+    "Idefics3Processor": patches,
+    "PixtralProcessor": _resized,
+    "SmolVLMProcessor": patches,
+}
+"""On what the text of an image depends, for processors whose tokens are in several runs."""
+
+BY_SHAPE: Mapping[str, str] = {"PixtralProcessor": "image_sizes"}
+"""The name by which a processor writes the text of an image from its shape alone, without a blank one."""
+
+MASKS: Mapping[str, str] = {"audio_input_features": "audio_attention_mask"}
+"""Masks of values that are padded in a batch, which a processor leaves out of a call with a single one (Phi 4)."""
+
+WRAPPED: Mapping[str, tuple[str, str]] = {"HunYuanVLProcessor": ("image_start_token", "image_end_token")}
+"""Attributes with the text that a processor wants around the token of an image."""
+
+SEVERAL_ALIKE = frozenset({"LlavaOnevisionProcessor"})
+"""Processors that write one text for images of any size, where a sample has several."""
+
+_RETRIEVAL = "its model compares texts with images, and takes one of the two at a time"
+_JOINED = "its pixels are joined along their width, and images are numbered in the text, so samples cannot be joined"
+REFUSED: Mapping[str, str] = {
+    "ColModernVBertProcessor": _RETRIEVAL,
+    "ColPaliProcessor": _RETRIEVAL,
+    "ColQwen2Processor": _RETRIEVAL,
+    "Florence2Processor": "its text is a task, not a conversation",
+    "FuyuProcessor": "it puts the image before the text and writes the end of the prompt by itself",
+    "GlmImageProcessor": "its model makes images, of a size that the processor adds to the text",
+    "MiniCPMOcrProcessor": _JOINED,
+    "MiniCPMV4_6Processor": _JOINED,
+    "MiniCPMV4_7Processor": _JOINED,
+    "PaliGemmaProcessor": "it puts images before all text, and takes the answer as a suffix",
+    "PocketTTSProcessor": "its model speaks: the sound is a voice, and its prompts come from the processor alone",
+    "ShieldGemma2Processor": "its model judges images, by a template of its own",
+}
+"""Processors that do not read media among the turns of a conversation, with the reason."""
+
+REFUSED_MEDIA: Mapping[tuple[str, Kind], str] = {
+    ("VideoLlama3Processor", "video"): "how many tokens a video takes depends on what its frames show",
+}
+"""Kinds of media whose tokens do not follow from a size, with the reason."""

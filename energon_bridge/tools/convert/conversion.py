@@ -1,0 +1,269 @@
+"""Converting a source into a prepared dataset: a plan of independent shards, and one step at the end.
+
+The samples of a shard are computed from their numbers, so the bytes do not depend on the workers. A finished shard
+leaves a record of its inputs. A conversion that is started again, after a kill or with a larger source, keeps the
+shards whose inputs have not changed. So tasks can convert shards anywhere, and one of them finishes the dataset.
+
+    out/.nv-meta.parts/options.json   options of the conversion under way; others are refused
+    out/.nv-meta/convert/             the same, and the records, of the finished one
+
+`options.py` says how, `plan.py` which samples are in which shard, `scaling.py` makes images smaller, and `finish.py`
+makes a dataset of the shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from energon_bridge.core.errors import ConfigurationError, SampleError, SkipSample, SourceError
+from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path
+from energon_bridge.core.format.parallel import Progress, Task, Workers, map_shards, unseen
+from energon_bridge.core.storage import open_store
+from energon_bridge.models.conversations.turns import has_empty_answer
+from energon_bridge.tools.convert.finish import (
+    OPTIONS,
+    RECORDS,
+    Converted,
+    by_number,
+    finish_dataset,
+    is_whole,
+    load_record,
+)
+from energon_bridge.tools.convert.options import ConvertOptions, check_options, key_of_options, told_of
+from energon_bridge.tools.convert.plan import Job, Jobs, shards_of_plan
+from energon_bridge.tools.convert.rows import Source, contents_of, first_rows
+from energon_bridge.tools.convert.scaling import reencoded
+from energon_bridge.tools.convert.shards import (
+    PartsFolder,
+    ShardFile,
+    partial_path,
+    writing,
+)
+
+
+def convert(
+    source: Source,
+    out: str | os.PathLike[str],
+    options: ConvertOptions,
+    *,
+    num_workers: Workers = 1,
+    overwrite: bool = False,
+    finish: bool = False,
+    progress: Progress = unseen,
+) -> Converted:
+    """Write the samples of a source as a prepared dataset; `progress(done, total)` counts samples.
+
+    You can repeat it at any time: shards whose inputs have not changed are kept, but those from which an earlier run
+    skipped failed samples only with `skip_errors`. With `finish`, all shards must exist,
+    made by `convert_task`. Raises SourceError for a sample that cannot be converted (unless `skip_errors`),
+    ConfigurationError if `out` holds something else or, with `finish`, lacks shards.
+    """
+    check_options(options)
+    plan = list(shards_of_plan(source, options))
+    told = told_of(source, options)
+    with PartsFolder(Path(out), lock="alone") as parts:
+        _begin(parts, told, overwrite=overwrite)
+        skipped: list[str] = []
+        missing: list[str] = []
+        reused = 0
+        try:
+            for shard, made in _make_shards(parts, source, options, plan, num_workers, progress, find_only=finish):
+                if made is None:
+                    missing.append(shard)
+                    continue
+                was_there, failed = made
+                skipped += failed
+                reused += was_there
+        except BaseException:
+            if not any(parts.path.rglob("*.rec")):
+                parts.remove()  # no shard is finished that the next run could keep
+                if not any(parts.root.iterdir()):
+                    parts.root.rmdir()
+            raise
+        if missing:
+            raise ConfigurationError(
+                f"{out}: {len(missing)} of {len(plan)} shards are missing, or were made from another source; the first "
+                f"is {missing[0]}. Run their tasks again, or run this without --finish."
+            )
+        skipped.sort(key=by_number)
+        if len(skipped) == len(source):
+            raise SourceError(f"{source.where}: all {len(source):,} samples fail; the first: {skipped[0]}")
+        done = finish_dataset(parts, plan, options, told, tuple(skipped), reused)
+        return replace(done, left_out=source.left_out)
+
+
+def convert_task(
+    source: Source,
+    out: str | os.PathLike[str],
+    options: ConvertOptions,
+    task: Task,
+    *,
+    num_workers: Workers = 1,
+    progress: Progress = unseen,
+) -> int:
+    """Write the shards of one task, and return their number; `convert(..., finish=True)` makes a dataset of all.
+
+    Tasks may run at the same time, anywhere where source and `out` have the same paths, and again at any time. Raises
+    what `convert` raises.
+    """
+    check_options(options)
+    plan = task.of(list(shards_of_plan(source, options)))
+    with PartsFolder(Path(out), lock="shared") as parts:
+        _begin(parts, told_of(source, options), overwrite=False)
+        return sum(1 for _ in _make_shards(parts, source, options, plan, num_workers, progress))
+
+
+def _begin(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
+    """Check that the folder belongs to this conversion, and mark it."""
+    _check_folder(parts, told, overwrite=overwrite)
+    path = parts.path / OPTIONS
+    with writing(path):
+        partial_path(path).write_bytes(told)
+        os.replace(partial_path(path), path)
+
+
+def _make_shards(
+    parts: PartsFolder,
+    source: Source,
+    options: ConvertOptions,
+    plan: Sequence[tuple[str, np.ndarray]],
+    num_workers: Workers,
+    progress: Progress,
+    *,
+    find_only: bool = False,
+) -> Iterator[tuple[str, tuple[bool, list[str]] | None]]:
+    """Yield the name of each shard of a plan and what `_make_shard` returned for it."""
+    make = partial(_make_shard, parts.root, options, find_only)
+    done = 0
+    total = sum(len(numbers) for _, numbers in plan)
+    with closing(map_shards(make, Jobs(source, options.layout, plan), num_workers=num_workers)) as results:
+        for (shard, numbers), made in zip(plan, results, strict=True):
+            done += len(numbers)
+            progress(done, total)
+            yield shard, made
+
+
+def check_first_files(source: Source) -> None:
+    """Raise SourceError if none of the files that the first rows name exists; it suggests where they may be."""
+    contents = [content for row in first_rows(source) for content in contents_of(row)]  # bytes too
+    paths = [getattr(content, "path", None) for content in contents]
+    missing = [path for path in paths if path is not None and not os.path.exists(path)]
+    if not missing or len(missing) < len(contents):
+        return
+    first = Path(missing[0])
+    for parent in first.parents:
+        if not parent.is_dir():
+            continue
+        rest = first.relative_to(parent)
+        folders = sorted(parent.glob("*")) + sorted(parent.parent.glob("*"))  # COCO's lie beside its annotations
+        near = [one for one in folders if one.is_dir() and (one / rest).exists()]
+        hint = f" It is in {near[0]}: pass --media {near[0]}." if near else ""
+        break
+    else:
+        hint = ""
+    raise SourceError(
+        f"{source.where}: none of the {len(missing)} files named in the first rows exists, such as {first}.{hint} "
+        "Paths are relative to --media."
+    )
+
+
+def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: Job) -> tuple[bool, list[str]] | None:
+    """Write a shard, unless it exists with the same inputs; return whether it did, and what was skipped.
+
+    With `find_only`, write nothing and return None for a shard that does not exist.
+    """
+    parts = root / PartsFolder.NAME
+    digest = hashlib.blake2b(key_of_options(options), digest_size=16)
+    for sample in job.samples:
+        digest.update(sample.mark().encode("utf-8", "surrogateescape") + b"\0\0")
+    made_of = digest.hexdigest()
+    there = load_record(root, job.shard)
+    kept = there is not None and there.made_of == made_of and is_whole(root, job.shard, there)
+    if there is not None and kept and (find_only or options.skip_errors or not there.num_failed):
+        return True, there.skipped
+    if find_only:
+        return None
+    checksums = options.checksums or has_checksums(open_store(root))  # of a source that grew, the new ones too
+    shard = ShardFile(parts / job.shard, media=options.media, checksums=checksums)
+    try:
+        for sample in job.samples:
+            try:
+                content, fields = sample.read()
+                if options.reencodes:
+                    content = [(part, reencoded(part, data, options)) for part, data in content]
+                shard.add(sample.key, content, fields)
+            except (SourceError, SampleError, SkipSample) as error:
+                message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
+                if not options.skip_errors and not isinstance(error, SkipSample):
+                    raise stopped(message) from error
+                shard.record.skipped.append(message)
+                shard.record.num_failed += not isinstance(error, SkipSample)
+                continue
+            shard.record.num_rejected += sample.num_rejected
+            if options.layout.is_crude and _says_nothing(dict(content).get("json", b"")):
+                shard.record.empty.append(sample.where)
+    except BaseException:
+        shard.abort()
+        raise
+    return False, shard.close(made_of=made_of).skipped
+
+
+def _says_nothing(data: bytes) -> bool:
+    """Return whether an answer of a conversation, as JSON, is empty."""
+    if _BLANK.search(data) is None:
+        return False
+    try:
+        entry = json.loads(data)
+        return isinstance(entry, dict) and has_empty_answer(entry)
+    except (ValueError, SampleError):  # for training to say
+        return False
+
+
+_BLANK = re.compile(rb'"(?:\\[nrt]|\s)*"|: *null')
+
+
+def stopped(message: object) -> SourceError:
+    """Return the error of a sample at which a conversion stops, with the flag that leaves such samples out."""
+    return SourceError(f"{str(message).removesuffix('.')}. To leave such samples out: --on-error skip.")
+
+
+def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
+    """Raise for a folder that holds anything but this conversion, unfinished or finished."""
+    root = parts.root
+    for path in (parts.path / OPTIONS, root / META_FOLDER / RECORDS / OPTIONS):
+        if not path.exists():
+            continue
+        before = json.loads(path.read_bytes())
+        now = json.loads(told)
+        names = sorted({*before, *now} - {"skip_errors"})
+        other = [name for name in names if before.get(name) != now.get(name)]
+        is_finished = (root / meta_path(INFO_JSON)).exists()
+        if other and not overwrite and (is_finished or "source" in other):
+            differences = ", ".join(f"{name} was {before.get(name)}, now {now.get(name)}" for name in other)
+            raise ConfigurationError(
+                f"{root}: contains a conversion with other options: {differences}. Use the same options to continue "
+                "it, --overwrite to start over, or another folder."
+            )
+        return
+    if overwrite:
+        return
+    others = sorted(one.name for one in root.iterdir() if one != parts.path)
+    if others:
+        raise ConfigurationError(
+            f"{root}: contains {others[0]}{' and more' * (len(others) > 1)}, which no conversion wrote. Use another "
+            "folder, or --overwrite to write into this one; files of the same names are replaced, and so is .nv-meta."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scaling images down, which only happens on request.

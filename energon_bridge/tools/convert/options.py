@@ -1,0 +1,86 @@
+"""How a source is converted, and what a shard and a conversion are compared by."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.prepare.split import SplitRule
+from energon_bridge.tools.convert.rows import Layout, Source, check_layout
+
+_FORMAT = 1  # of the shards: after a raise, everything is written again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How a source is converted.
+
+    `split` is for sources without splits of their own; sizes of shards as in `ShardWriter`. Images of more than
+    `max_pixels` are scaled down; `quality` (1 to 100) encodes all JPEGs and WebPs again. With `checksums`, those of all
+    samples and parts are kept.
+    """
+
+    layout: Layout
+    split: SplitRule | None = None
+    shuffle: int | None = None
+    samples_per_shard: int | None = None
+    bytes_per_shard: int | None = None
+    media: bool = True
+    checksums: bool = False
+    skip_errors: bool = False
+    max_pixels: int | None = None
+    quality: int | None = None
+
+    @property
+    def reencodes(self) -> bool:
+        """Whether images may change."""
+        return self.max_pixels is not None or self.quality is not None
+
+
+def check_options(options: ConvertOptions) -> None:
+    """Raise ConfigurationError for options that contradict each other."""
+    check_layout(options.layout)
+    if options.reencodes and options.bytes_per_shard is not None:
+        raise ConfigurationError(
+            "--bytes-per-shard needs all sizes in advance, but --max-pixels and --quality change them while writing: "
+            "use --samples-per-shard instead."
+        )
+
+
+def key_of_options(options: ConvertOptions) -> bytes:
+    """Return the options that a shard depends on, apart from its samples."""
+    images = (options.max_pixels, options.quality) if options.reencodes else ()
+    kept = ("checksums",) * options.checksums
+    return repr((_FORMAT, _plain_layout(options.layout), options.media, *images, *kept)).encode()
+
+
+def _plain_layout(layout: Layout) -> list[Any]:
+    told: dict[str, Any] = {"ignored": sorted(layout.ignored)} if layout.ignored else {}
+    told |= {name: value for name in ("question", "answers_as") if (value := getattr(layout, name)) is not None}
+    kept = [*["preferred"] * layout.preferred, *[told] * bool(told)]
+    return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *kept]
+
+
+def type_name(layout: Layout) -> str:
+    """Return the sample type of a dataset of this layout, as its dataset.yaml names it."""
+    return "CrudeWebdataset" if layout.is_crude else layout.sample_type
+
+
+def told_of(source: Source, options: ConvertOptions) -> bytes:
+    """Return the source and options of a conversion, for comparison with another run."""
+    plain = {
+        "source": os.path.abspath(source.where),
+        "layout": _plain_layout(options.layout),
+        "split": str(asdict(options.split)["ratios"]) if options.split is not None else None,
+        **{
+            name: getattr(options, name)
+            for name in ("shuffle", "samples_per_shard", "bytes_per_shard", "media", "skip_errors")
+        },
+        **({"max_pixels": options.max_pixels, "quality": options.quality} if options.reencodes else {}),
+        **({"checksums": True} if options.checksums else {}),
+        **({"prompt": prompt} if (prompt := getattr(source, "prompt", None)) is not None else {}),
+    }
+    return json.dumps(plain, indent=2).encode()

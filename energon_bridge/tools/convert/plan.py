@@ -1,0 +1,157 @@
+"""The plan of a conversion: the name of each shard, and the numbers of its samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import overload
+
+import numpy as np
+
+from energon_bridge.core.errors import SampleError, SkipSample, SourceError
+from energon_bridge.core.order.rng import Permutation, draws, key_of
+from energon_bridge.core.prepare.split import SplitRule
+from energon_bridge.tools.convert.options import ConvertOptions
+from energon_bridge.tools.convert.rows import Layout, Source, SourceSample
+from energon_bridge.tools.convert.shards import (
+    END_BYTES,
+    member_size,
+)
+
+_PROPOSED_BYTES = 512 << 20
+_MOST_PER_SHARD = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedSample:
+    """A sample that could not even be named; it fails when it is read, or is left out then."""
+
+    where: str
+    error: SourceError | SkipSample
+    key: str = ""
+    num_rejected: int = 0
+
+    def sizes(self) -> list[tuple[str, int]]:
+        raise SourceError(str(self.error))
+
+    def mark(self) -> str:
+        return str(self.error)
+
+    def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A shard and its samples."""
+
+    shard: str
+    samples: list[SourceSample] = field(repr=False)
+
+
+def propose_samples_per_shard(source: Source, layout: Layout) -> int:
+    """Propose samples per shard for about 512 MiB, judging by the first ones: 1, 2 or 5 times a power of ten."""
+    sizes = []
+    for number in range(min(20, len(source))):
+        try:
+            sizes.append(sum(size for _, size in source.sample(number, layout).sizes()))
+        except (SourceError, SampleError, SkipSample):
+            continue
+    wanted = min(_MOST_PER_SHARD, max(1, _PROPOSED_BYTES * len(sizes) // max(1, sum(sizes)))) if sizes else 1000
+    power = 10 ** int(math.log10(wanted))
+    return max(factor * power for factor in (1, 2, 5) if factor * power <= wanted)
+
+
+def split_numbers(count: int, rule: SplitRule) -> dict[str, np.ndarray]:
+    """Assign sample numbers to split parts by ratio; a number stays in its part when the source grows.
+
+    With 9,1,0, of every ten numbers in a row nine go to train and one, chosen by a fixed key, to val.
+    """
+    shares = [(name, share) for name, share in rule.ratios if share]
+    total = sum(share for _, share in shares)
+    period = math.lcm(*((share / total).denominator for _, share in shares))
+    period = min(period, 1000)
+    blocks = -(-count // period)
+    ranks = np.argsort(draws(key_of("convert split"), blocks * period).reshape(blocks, period), axis=1)
+    places = np.argsort(ranks, axis=1).reshape(-1)[:count]
+    parts = {}
+    so_far = Fraction(0)
+    for name, share in shares:
+        start = round(so_far * period)
+        so_far += share / total
+        parts[name] = np.flatnonzero((places >= start) & (places < round(so_far * period)))
+    return parts
+
+
+def shards_of_plan(source: Source, options: ConvertOptions) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name of each shard and the numbers of its samples."""
+    parts: dict[str, np.ndarray] = {}
+    if options.split is not None and options.split.ratios:
+        parts = split_numbers(len(source), options.split)
+    else:
+        start = 0
+        for name, count in source.split_parts or (("train", len(source)),):
+            parts[name] = np.arange(start, start + count)
+            start += count
+    for name, numbers in parts.items():
+        ordered = numbers
+        if options.shuffle is not None and len(numbers):
+            places = Permutation(len(numbers), key_of("convert", options.shuffle, name))
+            ordered = numbers[places.at_many(np.arange(len(numbers)))]
+        for shard, chosen in enumerate(_cut(source, ordered, options)):
+            yield f"{name}/{shard:05d}.tar", chosen
+
+
+def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterator[np.ndarray]:
+    most = options.samples_per_shard or _MOST_PER_SHARD
+    if options.bytes_per_shard is None:
+        yield from (numbers[at : at + most] for at in range(0, len(numbers), most))
+        return
+    start = 0
+    size = END_BYTES
+    for at, number in enumerate(numbers.tolist()):
+        sample = _sample(source, options.layout, number)
+        try:
+            more = sum(member_size(f"{sample.key}.{part}", length) for part, length in sample.sizes())
+        except (SourceError, SampleError, SkipSample):
+            more = 0  # it fails, or is skipped, when it is read
+        full = options.samples_per_shard is not None and at - start >= options.samples_per_shard
+        if at > start and (full or size + more > options.bytes_per_shard):
+            yield numbers[start:at]
+            start = at
+            size = END_BYTES
+        size += more
+    if start < len(numbers):
+        yield numbers[start:]
+
+
+class Jobs(Sequence[Job]):
+    """The shards of a plan as jobs, each assembled when it is due."""
+
+    def __init__(self, source: Source, layout: Layout, plan: Sequence[tuple[str, np.ndarray]]) -> None:
+        self._source = source
+        self._layout = layout
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @overload
+    def __getitem__(self, at: int) -> Job: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Job]: ...
+    def __getitem__(self, at: int | slice) -> Job | list[Job]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        shard, numbers = self._plan[at]
+        return Job(shard, [_sample(self._source, self._layout, number) for number in numbers.tolist()])
+
+
+def _sample(source: Source, layout: Layout, number: int) -> SourceSample:
+    try:
+        return source.sample(number, layout)
+    except (SourceError, SkipSample) as error:
+        named = str(error).startswith(source.where)
+        return _FailedSample(source.where if named else f"{source.where}, sample {number}", error)
