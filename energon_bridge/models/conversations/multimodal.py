@@ -15,27 +15,24 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from energon_bridge.core.encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.hooks import count_over_long
 from energon_bridge.core.errors import ConfigurationError, SampleError
+from energon_bridge.models.conversations.batching import SequenceTaskEncoder
 from energon_bridge.models.conversations.conversation import Piece, name_missing_end
 from energon_bridge.models.conversations.layout import MultiModalSampleConfig, Rendered, layout_markers, render
-from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS, SampleEncoder, read_sample, sample_key
+from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS, read_sample, sample_key
 from energon_bridge.models.conversations.sequences import (
     Grid,
     MultiModalBatch,
     MultiModalSample,
-    PaddingValues,
     Sequencer,
-    batch_sequences,
     mrope_positions,
-    with_norm,
 )
 from energon_bridge.models.conversations.templates import (
     RunDay,
@@ -45,17 +42,13 @@ from energon_bridge.models.conversations.templates import (
     writes_date,
 )
 from energon_bridge.models.conversations.texts import is_fast, tokenize
-from energon_bridge.models.images.images import Alpha
 from energon_bridge.models.images.pixels import (
     PixelDtype,
     Profile,
-    alpha_for,
     pixel_path,
-    pixel_settings,
     process_image,
 )
 from energon_bridge.models.images.visual import concat_visual
-from energon_bridge.models.packing.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.models.packing.packing import Packer
 
 __all__ = ["ImageTokenCount", "MultiModalBatch", "MultiModalSample", "MultiModalTaskEncoder"]
@@ -64,7 +57,7 @@ ImageTokenCount = int | Callable[[Mapping[str, Tensor]], int]
 """Image tokens per image: a number, or a function of the image processor's result for the image."""
 
 
-class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, MultiModalBatch, MultiModalBatch]):
+class MultiModalTaskEncoder(SequenceTaskEncoder):
     """Encode samples of images and text with any tokenizer and image processor of the transformers interface.
 
     Examples:
@@ -128,39 +121,25 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self.pixels_dtype: PixelDtype = pixels_dtype
         self.autorotate = autorotate
         self._day = RunDay.of(today)
-        self._path = pixel_path(image_processor, pixels, pixels_dtype)
-        if self._path is not None and type(self).decoder is MultiModalTaskEncoder.decoder:
-            self.decoder = SampleDecoder(image_decode="fastrgb")  # bytes for the native path, without Pillow's copies
-        if isinstance(type(self).decoder, SampleDecoder):
-            self.decoder = decoder_of(self)
+        path = pixel_path(image_processor, pixels, pixels_dtype)
+        self._set_pixels(image_processor, path, pixels_dtype, MultiModalTaskEncoder.decoder)
         self.config = multimodal_sample_config or MultiModalSampleConfig()
         self.seq_length = seq_length
         self.image_tokens_per_image = image_tokens_per_image
         self.pad_to_multiple_of = pad_to_multiple_of
         self.pad_to_max_length = pad_to_max_length
         self.add_bos = add_bos
-        # The longest row: a sample of seq_length tokens must fit when it is padded, too.
-        self._row_length = seq_length + -seq_length % pad_to_multiple_of
-        self._admits = packer is not None  # by itself no sample is longer than seq_length
-        self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
-        self._encoders: dict[type, SampleEncoder] = dict(SAMPLE_ENCODERS)
+        ignore = self.config.ignore_place_holder
+        self._set_rows(tokenizer, packer, seq_length, pad_to_multiple_of, padded=pad_to_max_length, ignore=ignore)
+        self._encoders = dict(SAMPLE_ENCODERS)
         check_markers(layout_markers(self.config.conversation_template_config), tokenizer)
         self._image_token_id = _image_token_id(tokenizer, self.config)
         self._reserved = _reserved(tokenizer, self._image_token_id)
-        pad_id = _first_id(tokenizer, "pad_token_id", "eos_token_id") or 0
-        self._filling = PaddingValues(pad_id=pad_id, ignore=self.config.ignore_place_holder)
         if isinstance(image_tokens_per_image, int) and image_tokens_per_image >= seq_length:
             raise ConfigurationError(
                 f"seq_length={seq_length} leaves no room for text: one image takes {image_tokens_per_image} tokens; "
                 f"set seq_length to more than {image_tokens_per_image}"
             )
-
-    def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
-        """Encode samples of a type, and of its subtypes, by a function of the sample and the configuration.
-
-        The function returns a `Conversation`, a `Document` or a `ChatSample`, and replaces one registered before.
-        """
-        self._encoders[sample_type] = encoder
 
     def encode_sample(self, sample: Any) -> MultiModalSample | Iterator[MultiModalSample]:
         """Encode one sample; with a packer that splits, the result may be a generator of several.
@@ -205,46 +184,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         return frozenset({self._image_token_id})
 
     @property
-    def pixel_settings(self) -> dict[str, str]:
-        return pixel_settings(self.image_processor, self._path, self.pixels_dtype)
-
-    @property
     def run_day(self) -> RunDay | None:
         template = self.config.conversation_template_config
         source = None if template.layout else template_source(self.tokenizer, template.chat_template)
         return self._day if self._day.given or (source and writes_date(source)) else None
-
-    @property
-    def image_alpha(self) -> Alpha:
-        return alpha_for(self.image_processor, self._path)
-
-    def padded_length(self, sample: MultiModalSample) -> int:
-        """Return the number of tokens of a sample in a pack."""
-        length = sample.tokens.shape[0]
-        return length + -length % self.pad_to_multiple_of
-
-    @default_hook
-    def sample_length(self, sample: Any) -> int:
-        return self._row_length if self.pad_to_max_length else self.padded_length(sample)
-
-    def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
-        return self.packer.select(samples)
-
-    def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
-        length = self._row_length if self.pad_to_max_length else None
-        return pack_sequences(samples, self._filling, multiple_of=self.pad_to_multiple_of, length=length)
-
-    def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
-        """Pad the sequences, or the packs, to a common length and join the images."""
-        if isinstance(samples[0], MultiModalPack):
-            return with_norm(batch_packs(cast(Sequence[MultiModalPack], samples), self._filling), self._norm)
-        sequences = cast(Sequence[MultiModalSample], samples)
-        length = self._row_length if self.pad_to_max_length else max(map(self.padded_length, sequences))
-        return with_norm(batch_sequences(sequences, length, self._filling), self._norm)
-
-    @property
-    def _norm(self) -> Tensor | None:
-        return None if self._path is None else self._path.byte_norm
 
     def _check_placeholders(self, pieces: Sequence[Piece], num_images: int) -> None:
         placeholder = self.config.image_token.token_str
@@ -405,7 +348,3 @@ def _reserved(tokenizer: Any, image_token_id: int) -> dict[int, str]:
     names = [name for name in (*_MEDIA_TOKENS, *named) if isinstance(name, str) and name in special]
     reserved = {int(tokenizer.convert_tokens_to_ids(name)): name for name in names}
     return {image_token_id: f"the token {image_token_id}", **reserved}
-
-
-def _first_id(tokenizer: Any, *names: str) -> int | None:
-    return next((value for name in names if (value := getattr(tokenizer, name, None)) is not None), None)

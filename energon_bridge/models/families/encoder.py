@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from energon_bridge.core.encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.deferred import Deferred
 from energon_bridge.core.encoder.hooks import count_over_long
 from energon_bridge.core.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
 from energon_bridge.core.samples import VidQASample
+from energon_bridge.models.conversations.batching import SequenceTaskEncoder
 from energon_bridge.models.conversations.conversation import (
     Conversation,
     Document,
@@ -36,19 +36,14 @@ from energon_bridge.models.conversations.conversation import (
 from energon_bridge.models.conversations.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.models.conversations.sample_encoders import (
     SAMPLE_ENCODERS,
-    SampleEncoder,
     encode_video_question,
     read_sample,
     sample_key,
 )
 from energon_bridge.models.conversations.segments import MediaOptions
 from energon_bridge.models.conversations.sequences import (
-    MultiModalBatch,
     MultiModalSample,
-    PaddingValues,
-    batch_sequences,
     finished,
-    with_norm,
 )
 from energon_bridge.models.conversations.templates import RunDay, control_tokens
 from energon_bridge.models.families.llava import FixedTokenFamily, TiledFamily
@@ -68,11 +63,10 @@ from energon_bridge.models.families.rendering import (
 from energon_bridge.models.families.sound import DeferredSound, Sound, sound_of, track_of
 from energon_bridge.models.families.video import decoded, frames_shape, thinned, video_of
 from energon_bridge.models.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
-from energon_bridge.models.images.images import Alpha, DeferredImage
-from energon_bridge.models.images.pixels import PixelDtype, PixelPath, Profile, alpha_for, pixel_settings
+from energon_bridge.models.images.images import DeferredImage
+from energon_bridge.models.images.pixels import PixelDtype, PixelPath, Profile
 from energon_bridge.models.images.resize import smart_resize
 from energon_bridge.models.images.visual import as_pil, size_of
-from energon_bridge.models.packing.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.models.packing.packing import OverLong, Packer
 
 
@@ -171,7 +165,7 @@ class ChatConfig:
                 )
 
 
-class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch]):
+class ChatTemplateTaskEncoder(SequenceTaskEncoder):
     """Encode conversations with images and videos for a model of transformers, with its tokenizer's chat template.
 
     Examples:
@@ -206,10 +200,9 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         self.tokenizer = tokenizer
         self.config = config or ChatConfig()
         self.family = family = _with_pixels(family, self.config)
-        if _path_of(family) is not None and type(self).decoder is ChatTemplateTaskEncoder.decoder:
-            self.decoder = SampleDecoder(image_decode="fastrgb", defer_images=True)
-        if isinstance(type(self).decoder, SampleDecoder):
-            self.decoder = decoder_of(self)
+        dtype = getattr(family, "pixels_dtype", "float32")
+        path: PixelPath | None = getattr(family, "path", None)
+        self._set_pixels(getattr(family, "image_processor", None), path, dtype, ChatTemplateTaskEncoder.decoder)
         self.counts: Counter[str] = Counter()
         self._renderer = make_renderer(
             tokenizer,
@@ -230,16 +223,15 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         self._bos = bos_to_add(tokenizer, self.config.add_bos)
         if isinstance(family, ProcessorFamily) and family.adds_bos:
             self._bos = tokenizer.bos_token_id
-        self._row_length = self.config.seq_length + -self.config.seq_length % self.config.pad_to_multiple_of
-        self._admits = packer is not None  # without a packer, no sample is longer than seq_length
-        self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
-        self._encoders: dict[type, SampleEncoder] = {**SAMPLE_ENCODERS, VidQASample: encode_video_question}
+        longest = self.config.seq_length
+        padded = self.config.pad_to_max_length
+        multiple_of = self.config.pad_to_multiple_of
+        self._set_rows(tokenizer, packer, longest, multiple_of, padded=padded, ignore=self.config.ignore_index)
+        self._encoders = {**SAMPLE_ENCODERS, VidQASample: encode_video_question}
         # For the encoders of sample types; the placeholder is that of conversations, not the model's.
         self._sample_config = MultiModalSampleConfig(
             image_token=ImageToken(token_str="<image>"), image_following_text=self.config.place_images == "after"
         )
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        self._filling = PaddingValues(pad_id=pad or 0, ignore=self.config.ignore_index)
 
     @classmethod
     def for_model(
@@ -297,13 +289,6 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         template = getattr(processor, "chat_template", None)
         return cls(processor.tokenizer, family, _with_template(config, template), packer=packer)
 
-    def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
-        """Encode samples of a type and its subclasses with a function of the sample and a configuration.
-
-        The function returns a `ChatSample`, a `Conversation` or a `Document`, with `<image>` for images in prompts.
-        """
-        self._encoders[sample_type] = encoder
-
     def encode(self, sample: Any) -> MultiModalSample:
         """Encode one sample in a single step, with pixels. Raises SampleError and SkipSample as the two steps do."""
         return self.postencode_sample(self._prepared(sample))
@@ -358,53 +343,12 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return self.family.media_tokens or tokens if isinstance(self.family, ProcessorFamily) else tokens
 
     @property
-    def pixel_settings(self) -> dict[str, str]:
-        processor = getattr(self.family, "image_processor", None)
-        return pixel_settings(processor, _path_of(self.family), getattr(self.family, "pixels_dtype", "float32"))
-
-    @property
     def run_day(self) -> RunDay | None:
         return self._renderer.run_day
 
     @property
-    def image_alpha(self) -> Alpha:
-        return alpha_for(getattr(self.family, "image_processor", None), _path_of(self.family))
-
-    @property
     def autorotate(self) -> bool:
         return self.config.autorotate
-
-    def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
-        """Return the number of tokens that a sample takes in a pack."""
-        length = sample.tokens.shape[0]  # `len` of a tensor takes ten times as long
-        return length + -length % self.config.pad_to_multiple_of
-
-    @default_hook
-    def sample_length(self, sample: Any) -> int:
-        return self._row_length if self.config.pad_to_max_length else self.padded_length(sample)
-
-    def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
-        return self.packer.select(samples)
-
-    def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
-        length = self._row_length if self.config.pad_to_max_length else None
-        return pack_sequences(samples, self._filling, multiple_of=self.config.pad_to_multiple_of, length=length)
-
-    def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
-        """Pad the sequences, or the packs, to a common length and join the images."""
-        if isinstance(samples[0], MultiModalPack):
-            return self._batch_packs(cast(Sequence[MultiModalPack], samples))
-        sequences = cast(Sequence[MultiModalSample], samples)
-        length = self._row_length if self.config.pad_to_max_length else max(map(self.padded_length, sequences))
-        return with_norm(batch_sequences(sequences, length, self._filling), self._norm)
-
-    def _batch_packs(self, packs: Sequence[MultiModalPack]) -> MultiModalBatch:
-        return with_norm(batch_packs(packs, self._filling), self._norm)
-
-    @property
-    def _norm(self) -> Tensor | None:
-        path = _path_of(self.family)
-        return None if path is None else path.byte_norm
 
     def _prepared(self, sample: Any) -> PreparedSample:
         try:
@@ -527,7 +471,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
         User code that takes images in `postencode_sample` or `Family.process` still gets images.
         """
-        path = _path_of(self.family)
+        path = self._path
         if path is None or not self._makes_pixels_early:
             return list(images)
         return [path.deferred(image) if type(image) is DeferredImage else image for image in images]
@@ -694,11 +638,6 @@ def _made(video: Any) -> Any:
     if isinstance(video, Deferred):
         return video.decoded()
     return decoded(video) if isinstance(video, VideoFrames) else video
-
-
-def _path_of(family: Any) -> PixelPath | None:
-    path: PixelPath | None = getattr(family, "path", None)
-    return path
 
 
 def _with_pixels(family: Any, config: ChatConfig) -> Any:
