@@ -111,7 +111,7 @@ class Work:
         units = iter(()) if idle else (unit for unit, worker in due if worker == self.number)
         stream = position.stream(self.watchdog, facts)
         if arena is not None:
-            stream.pipeline.write_into(arena)
+            stream.pipeline.loading.write_into(arena)
         return Production(stream, units, self.ahead)
 
 

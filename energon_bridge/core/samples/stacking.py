@@ -437,3 +437,27 @@ class Slab:
     def fitted(self, fits: int, misfits: int) -> None:
         """Note how many images fitted; where too many do not, the pool gives out no slab for a while."""
         self._pool.fitted(fits, misfits)
+
+
+class Stacking:
+    """``with Stacking(slabs, lends=True):`` rows of slabs become batches as they lie; what is stacked is lent memory.
+
+    The memory is that of the pool's lender, or of the pool. Without `lends` it is as outside.
+    """
+
+    __slots__ = ("_lends", "_lent", "_slabs", "_token")
+
+    def __init__(self, slabs: SlabPool, *, lends: bool) -> None:
+        self._slabs = slabs
+        self._lends = lends
+
+    def __enter__(self) -> None:
+        slabs = self._slabs
+        self._token = SLABS.set(slabs)
+        if self._lends:
+            self._lent = LENDER.set(slabs if slabs.lender is None else slabs.lender)
+
+    def __exit__(self, *error: object) -> None:
+        SLABS.reset(self._token)
+        if self._lends:
+            LENDER.reset(self._lent)

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 from energon_bridge.core.errors import FatalSampleError
 from energon_bridge.core.order.choose import BucketBlend
-from energon_bridge.core.stream.draws import BatchRow, Draws, Taken
+from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.rows import BatchRow, Taken
 from energon_bridge.core.stream.state import BufferedRefs, Counts, LaneState
 
 

@@ -18,9 +18,10 @@ from itertools import chain
 from typing import Any
 
 from energon_bridge.core.order.choose import AnyBlend
-from energon_bridge.core.stream.draws import BatchRow, Draws
+from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.pack_buffer import ByLength, Packing, PackRules, pack_rules
 from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.rows import BatchRow
 from energon_bridge.core.stream.state import Counts, LaneState, Stage, as_members
 
 Key = tuple[int, int, int, bytes]
@@ -130,7 +131,7 @@ class SharedBuffer:
 
     def _select(self) -> None:
         if self._reading.get(self._number, self) is not self:
-            self._pipeline.cursors.drop(self._number)
+            self._pipeline.loading.cursors.drop(self._number)
         self._reading[self._number] = self
         counts = Counts()
         judge = self._pipeline.judge

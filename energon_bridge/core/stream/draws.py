@@ -1,4 +1,4 @@
-"""The draws of one lane: from its order to encoded samples, and to the rows of microbatches.
+"""The draws of one lane: from its order to encoded samples.
 
 Nothing here depends on who owns the lane or on how far ahead draws are loaded.
 """
@@ -6,39 +6,31 @@ Nothing here depends on who owns the lane or on how far ahead draws are loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
 from itertools import compress
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from PIL import Image
-
-from energon_bridge.core.encoder.deferred import Deferred, field_items
-from energon_bridge.core.encoder.hooks import NUMBER, Hook
+from energon_bridge.core.encoder.hooks import NUMBER
 from energon_bridge.core.errors import EmptyDatasetError
-from energon_bridge.core.order.choose import AnyBlend, Chooser, Picks
+from energon_bridge.core.order.choose import AnyBlend, Chooser
 from energon_bridge.core.samples.stacking import Slab
-from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, named
-from energon_bridge.core.stream.pipeline import PendingLoads, Pipeline, SampleColumns, load_picks
+from energon_bridge.core.stream.again import reencode
+from energon_bridge.core.stream.loading import PendingLoads, SampleColumns
+from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.reader import DrawSpan
-from energon_bridge.core.stream.restore_keys import PlainKey, RowKey, SampleKey, pack_key, read_key
+from energon_bridge.core.stream.restore_keys import SampleKey
+from energon_bridge.core.stream.rows import BatchRow, Taken, rows_of
 from energon_bridge.core.stream.state import (
     COLUMNS,
     NOTHING_HELD,
     BufferedRefs,
     Counts,
     LaneState,
-    SampleRef,
-    as_members,
 )
 from energon_bridge.core.stream.user_code import BegunDraw
 from energon_bridge.core.stream.values import FailedSample
 
 _NOTHING = SampleColumns([], [], [], [])
 _BYTES = COLUMNS.index("bytes")
-_ENCODED_AGAIN = COLUMNS.index("encoded_again")
 _BARREN = 1000
 """Draws without a result that are always tolerated before the stream counts as barren."""
 
@@ -84,12 +76,13 @@ class Draws:
         self.origin = state.origin
         self.leaf_draws = list(state.leaf_draws)
         # What has been chosen, and is loaded or loading.
-        self._chooser = Chooser(pipeline.cursors, blend, number, state.standing)
+        self._loader = pipeline.loading
+        self._chooser = Chooser(self._loader.cursors, blend, number, state.standing)
         self._first = state.draw
         self._since = state.draw
         self._settled = 0
         self._slab: Slab | None = None
-        self._loading = PendingLoads(pipeline)
+        self._loading = PendingLoads(self._loader)
         self._loaded = _NOTHING
         self._at = 0  # of the next draw in `_loaded`
         self._begun: deque[_Draw] = deque()
@@ -286,8 +279,8 @@ class Draws:
         pipeline = self._pipeline
         chooser = self._chooser
         while chooser.draw < draw:
-            count = min(pipeline.chunk, draw - chooser.draw)
-            into = self._slab_row() if pipeline.slabs is not None else None
+            count = min(self._loader.chunk, draw - chooser.draw)
+            into = self._slab_row() if self._loader.slabs is not None else None
             if into is not None:
                 count = min(count, self.rows - into[1])
             spans = chooser.spans(count)
@@ -303,254 +296,19 @@ class Draws:
     def _slab_row(self) -> tuple[Slab, int] | None:
         """Return the slab of the microbatch that the next draw probably belongs to, and its row there."""
         row = (self._chooser.draw - self._first) % self.rows
-        if not row and self._pipeline.slabs is not None:
-            self._slab = self._pipeline.slabs.slab(self.rows)
+        if not row and self._loader.slabs is not None:
+            self._slab = self._loader.slabs.slab(self.rows)
         return None if self._slab is None else (self._slab, row)
 
     def _read_ahead(self, spans: list[DrawSpan]) -> None:
         for span in spans:
-            cursor = self._pipeline.cursors.of(self.number, span.leaf)
+            cursor = self._loader.cursors.of(self.number, span.leaf)
             current = cursor.current is span.round and cursor.upcoming is None
             if current and (span.round.reader.slow or 2 * span.high > len(span.round)):
-                self._pipeline.read_ahead(cursor.following())
+                self._loader.read_ahead(cursor.following())
 
     def _read_some_ahead(self, spans: list[DrawSpan]) -> None:
         for span in spans:
-            cursor = self._pipeline.cursors.of(self.number, span.leaf)
-            if cursor.current is span.round and self._pipeline.read_some_ahead(span.round, span.high):
-                self._pipeline.read_some_ahead(cursor.upcoming or cursor.following(), 0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of future microbatches: encoded samples or packs, with the references to encode them again.
-
-
-_AT_A_TIME = 64
-"""Samples read at a time when rows are encoded again."""
-_NUMBER = 32
-"""Bytes of a Python number in a list, about."""
-SAMPLE = -1
-"""The `output` of a row that is a single sample, not a pack."""
-
-
-@dataclass(slots=True)
-class BatchRow:
-    """One row.
-
-    Attributes:
-        members: The sample, or the samples of the pack.
-        output: The number of this row among the outputs of its pack; `SAMPLE` for a single sample.
-        content: What goes into the batch; None if it must be encoded again.
-        size: Its bytes, about.
-        read: Of a sample that waits to be packed: the bytes read for it, which are not counted yet.
-    """
-
-    members: tuple[SampleRef, ...]
-    output: int = SAMPLE
-    content: Any = None
-    size: int = 0
-    read: int = 0
-
-    def key(self, pipeline: Pipeline) -> PlainKey:
-        """Return its restore key."""
-        keys = [(pipeline.leaves[ref.leaf].identity, ref.sample, ref.epoch, ref.output) for ref in self.members]
-        return keys[0] if self.output == SAMPLE else pack_key(self.output, keys)
-
-
-def encode_rows(
-    pipeline: Pipeline, loads: PendingLoads, counts: Counts, numbers: Iterator[int] | None = None
-) -> Iterator[list[BatchRow]]:
-    """Encode the loads of some picks, and give the rows of each; `numbers` are those that hooks see of the picks."""
-    while len(loads):
-        loaded = loads.take()
-        for leaf, sample, key, size in zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True):
-            counts.of(leaf)[_BYTES] += size
-            if numbers is not None:
-                NUMBER.set(next(numbers))
-            outputs = pipeline.encode(leaf, sample, key, counts)
-            yield [BatchRow((SampleRef(leaf, *each[1:]),), SAMPLE, encoded) for each, encoded in outputs]
-
-
-class Taken(NamedTuple):
-    """What a microbatch is made of: the samples or packs, their restore keys, the leaves of all samples in them.
-
-    `rows` gives them as rows, for the state of a lane, where hooks make several batches of them.
-    """
-
-    samples: list[Any]
-    keys: Sequence[PlainKey]
-    leaves: list[int]
-    rows: Callable[[], list[BatchRow]]
-
-
-def taken_of(pipeline: Pipeline, rows: list[BatchRow]) -> Taken:
-    """Return what a microbatch of some rows is made of."""
-    samples = [row.content for row in rows]
-    keys = [row.key(pipeline) for row in rows]
-    leaves = [ref.leaf for row in rows for ref in row.members]
-    return Taken(samples, keys, leaves, lambda: rows)
-
-
-def batch_rows(pipeline: Pipeline, rows: list[BatchRow], lane: int, number: int, counts: Counts) -> list[Any]:
-    """Return the microbatches of some rows (see `Pipeline.batches`); none of no rows."""
-    return pipeline.batches(*taken_of(pipeline, rows)[:3], lane, number, counts)
-
-
-def count_read(pipeline: Pipeline, rows: Sequence[BatchRow], counts: Counts) -> None:
-    """Count the bytes read for samples that have waited and leave now."""
-    if len(pipeline.leaves) == 1:
-        counts.of(0)[_BYTES] += sum([row.read for row in rows])
-        return
-    for row in rows:
-        counts.of(row.members[0].leaf)[_BYTES] += row.read
-
-
-def rows_of(encoded: SampleColumns) -> list[BatchRow]:
-    """Return encoded samples as rows."""
-    columns = zip(encoded.samples, encoded.keys, encoded.leaves, encoded.sizes, strict=True)
-    return [
-        BatchRow((SampleRef(leaf, index, epoch, output),), SAMPLE, sample, size_of(sample, size), 0 if output else size)
-        for sample, (_, index, epoch, output), leaf, size in columns
-    ]
-
-
-def size_of(sample: Any, read: int) -> int:
-    """Return the approximate bytes of an encoded sample without its meta fields; at least the bytes read for it."""
-    if isinstance(sample, torch.Tensor):
-        return max(sample.nbytes, read)
-    return max(sum([_bytes_in(value) for name, value in field_items(sample) if not name.startswith("__")]), read)
-
-
-def _bytes_in(value: Any) -> int:
-    if value is None:
-        return 0
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value.nbytes
-    if isinstance(value, (bytes, bytearray, str)):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_bytes_in, value.values()))
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (int, float)):
-            return _NUMBER * len(value)
-        return sum(map(_bytes_in, value))
-    if isinstance(value, Deferred) and hasattr(value, "data"):  # an image
-        return len(value.data)
-    if isinstance(value, Image.Image):
-        return value.width * value.height * len(value.getbands())
-    return sum(_bytes_in(one) for _, one in field_items(value)) if is_dataclass(value) else 0
-
-
-def reencode(
-    pipeline: Pipeline, rows: Sequence[BatchRow], counts: Counts, loading: PendingLoads | None = None
-) -> list[BatchRow]:
-    """Encode the rows whose content is gone; return all rows but those that no longer encode.
-
-    All randomness of a hook is keyed to its sample, so the content is the same as before, in any process. A sample that
-    no longer encodes is logged and counted for its leaf. `loading` holds their loads, if they are under way.
-    """
-    gone = [row for row in rows if row.content is None]
-    at_once = _AT_A_TIME if loading is None else max(1, len(gone))
-    for low in range(0, len(gone), at_once):
-        part = deque(gone[low : low + at_once])
-        refs = as_members([row.members[0] for row in part])
-        loads = load_picks(pipeline, Picks(refs)) if loading is None else loading
-        while len(loads):
-            loaded = loads.take()
-            for key, sample, size in zip(loaded.keys, loaded.samples, loaded.sizes, strict=True):
-                row = part.popleft()
-                row.read = 0 if row.members[0].output else size
-                _encode_again(pipeline, row, sample, key, counts)
-    return [row for row in rows if row.content is not None]
-
-
-def _encode_again(pipeline: Pipeline, row: BatchRow, sample: Any, key: SampleKey, counts: Counts) -> None:
-    ref = row.members[0]
-    counts.of(ref.leaf)[_ENCODED_AGAIN] += 1
-    encoded = pipeline.encode(ref.leaf, sample, key, Counts(), again=True)
-    if ref.output < len(encoded):
-        row.content = encoded[ref.output][1]
-        row.size = size_of(row.content, 0)
-        return
-    gone = LookupError(f"waited to be packed or batched, but its encoder no longer gives output {ref.output}")
-    pipeline.code.failed(gone, [(ref.leaf, ref.sample)], counts, hook=Hook.RESTORE)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches and samples by the restore keys that they were delivered with.
-
-
-def restore(pipeline: Pipeline, key: PlainKey) -> Any:
-    """Return the microbatch or sample with a restore key, encoded again.
-
-    Raises:
-        LookupError: The key belongs to another dataset, or its sample no longer gives an output.
-    """
-    named = read_key(key)
-    with pipeline.user_code(restoring=True):
-        if isinstance(named, RowKey):
-            pipeline.begin_unknown()
-            return _row(pipeline, named)[0]
-        number = named.number - named.output
-        pipeline.begin(named.lane, number)
-        rows = [_row(pipeline, row) for row in named.rows]
-        leaves = [leaf for _, leaf in rows]
-        keys = [row.plain for row in named.rows]
-        batches = pipeline.collate([row for row, _ in rows], keys, leaves, named.lane, number, None)
-    assert batches is not None, "without counts a hook that fails raises"
-    return batches[named.output]
-
-
-def describe(pipeline: Pipeline, key: PlainKey) -> str:
-    """Return the dataset, shard and key of each sample of a restore key.
-
-    Raises:
-        LookupError: It is no restore key.
-    """
-    members = read_key(key).samples
-    places = []
-    for identity, index, _, _ in members[:MAX_MEMBERS]:
-        leaf = _leaf_of(pipeline, identity)
-        if leaf is None:
-            places.append(SamplePlace(f"another dataset (identity {identity!r})", "unknown", index))
-        else:
-            places.append(pipeline.source(leaf).place(index))
-    return named(places, len(members))
-
-
-def _leaf_of(pipeline: Pipeline, identity: str) -> int | None:
-    return next((number for number, leaf in enumerate(pipeline.leaves) if leaf.identity == identity), None)
-
-
-def _row(pipeline: Pipeline, key: RowKey) -> tuple[Any, int]:
-    """Return the sample or pack with a restore key, and the number of its (first sample's) leaf."""
-    code = pipeline.code
-    members = [_restore_one(pipeline, one) for one in key.samples]
-    refs = [SampleRef(leaf, *one[1:]) for (_, leaf), one in zip(members, key.samples, strict=True)]
-    row, leaf = members[0]
-    if key.output is not None or pipeline.own.by_length:
-        pipeline.decode_deferred([sample for sample, _ in members])
-        samples = [code.post(sample, ref, None) for (sample, _), ref in zip(members, refs, strict=True)]
-        row = samples[0] if key.output is None else code.pack(samples, refs, None)[key.output]
-    if pipeline.settings.run.batch_size is None and not pipeline.own.groups:
-        pipeline.collate([row], [key.plain], [leaf], 0, 0, None)
-    return row, leaf
-
-
-def _restore_one(pipeline: Pipeline, key: SampleKey) -> tuple[Any, int]:
-    """Return the sample with a restore key and the number of its leaf."""
-    identity, index, epoch, output = key
-    leaf = _leaf_of(pipeline, identity)
-    if leaf is None:
-        known = ", ".join(sorted({one.dataset.path for one in pipeline.leaves})[:3])
-        raise LookupError(
-            f"restore key {key!r}: sample {index} belongs to a dataset that this loader does not read, or whose "
-            f"content has changed (identity {identity!r}). It reads {known}"
-        )
-    loaded = load_picks(pipeline, Picks(as_members([SampleRef(leaf, index, epoch, 0)]))).take()
-    encoded = pipeline.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
-    if output >= len(encoded):
-        why = "".join(f": {report}" for report in pipeline.judge.taken())
-        where = pipeline.source(leaf).where(index)
-        raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now{why}")
-    return encoded[output][1], leaf
+            cursor = self._loader.cursors.of(self.number, span.leaf)
+            if cursor.current is span.round and self._loader.read_some_ahead(span.round, span.high):
+                self._loader.read_some_ahead(cursor.upcoming or cursor.following(), 0)

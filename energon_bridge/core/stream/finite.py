@@ -20,11 +20,13 @@ import torch
 
 from energon_bridge.core.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.core.order.choose import PassDraws, Picks
+from energon_bridge.core.stream.again import reencode
 from energon_bridge.core.stream.conventions import PassOrder, attach
-from energon_bridge.core.stream.draws import SAMPLE, BatchRow, batch_rows, encode_rows, reencode
 from energon_bridge.core.stream.grouping import Groups
+from energon_bridge.core.stream.loading import PendingLoads, load_picks
 from energon_bridge.core.stream.pack_buffer import pack_rows, post_encoded, select_packs
-from energon_bridge.core.stream.pipeline import PendingLoads, Pipeline, load_picks
+from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.rows import SAMPLE, BatchRow, batch_rows, encode_rows
 from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, LaneBatch, SampleRef, Stage, as_members
 
 _SKIPPED = COUNTERS.index("skipped")
@@ -86,7 +88,7 @@ class PassRows:
     def prepare(self, start: int, stop: int) -> None:
         """Start loading rows [start, stop)."""
         if start not in self._ahead:
-            self._ahead[start] = load_picks(self._pipeline, self._picks(start, stop))
+            self._ahead[start] = load_picks(self._pipeline.loading, self._picks(start, stop))
 
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return rows [start, stop) without those that hooks leave out, which are counted."""

@@ -19,10 +19,11 @@ from energon_bridge.core.errors import HookTimeoutError
 from energon_bridge.core.order.choose import AnyBlend, has_buckets
 from energon_bridge.core.stream.bucket_draws import BucketDraws
 from energon_bridge.core.stream.dealt_packs import SharedBuffers, dealt_stages
-from energon_bridge.core.stream.draws import BatchRow, Draws, Taken, taken_of
+from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.grouping import Grouping
 from energon_bridge.core.stream.pack_buffer import ByLength, Packing, pack_rules
 from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.rows import BatchRow, Taken, taken_of, waiting_rows
 from energon_bridge.core.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
 
 _BARREN = 1000
@@ -68,11 +69,6 @@ def stages_of(
     if pipeline.own.groups:
         return draws, [*stages, Grouping(stages[-1], pipeline, waiting_rows(state, Stage.GROUP))]
     return draws, stages
-
-
-def waiting_rows(state: LaneState, stage: Stage) -> list[BatchRow]:
-    """Return the rows that wait in a stage, by the state of a lane."""
-    return [BatchRow(tuple(refs), output) for _, refs, output in state.held.only(stage).entries()]
 
 
 class Lane:
@@ -272,7 +268,7 @@ def _produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[Lan
             stream.prepare(unit, count)
 
     try:
-        if not stream.pipeline.threaded:
+        if not stream.pipeline.loading.threads:
             for unit in units:
                 yield reported(stream, unit)
             return

@@ -10,7 +10,6 @@ state alone, never on where the run was stopped: the draw from which a change of
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -27,9 +26,11 @@ from energon_bridge.core.order.choose import AnyBlend, OrderedLeaf
 from energon_bridge.core.order.leaf import LeafOrder
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.registry import load
+from energon_bridge.core.stream.again import reencode
 from energon_bridge.core.stream.conventions import Conventions
-from energon_bridge.core.stream.draws import BatchRow, Draws, Taken, count_read, reencode, rows_of, taken_of
+from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.rows import BatchRow, Taken, count_read, rows_of, taken_of
 from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, LaneState, Stage, as_members
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -621,7 +622,7 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
     refs = tuple(row.members[0] for row in members)
     # Without a batch size a pack is the microbatch.
     whole = pipeline.settings.run.batch_size is None
-    with pipeline.lending() if whole else contextlib.nullcontext(), pipeline.adopting():
+    with pipeline.stacking(lends=whole):
         outputs = pipeline.code.pack(samples, refs, counts)
     size = sum(row.size for row in members)
     return [BatchRow(refs, number, output, size) for number, output in enumerate(outputs)]
@@ -639,7 +640,7 @@ def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, ag
     for row in rows:
         content = row.content
         row.content = None
-        with pipeline.adopting():
+        with pipeline.stacking(lends=False):
             row.content = pipeline.code.post(content, row.members[0], counts, again=again)
         if row.content is not None:
             members.append(row)

@@ -219,8 +219,6 @@ class UserCode:
         self.now = Activity(words)
         self.tally: Counter[str] = Counter()
         self._first = hook_of(encoder, own.first)
-        self._draw = Step(self, own.first, of_draw=True)
-        self._batch = Step(self, Hook.BATCH)
 
     def encode(
         self,
@@ -239,7 +237,7 @@ class UserCode:
         if not self.own.encodes:
             self.worked(self.own.first, ref[:1])
             return [sample]
-        with self._draw.on(sample, source.user_key, ref, counts, again) as step:
+        with Step(self, self.own.first, sample, source.user_key, ref, counts, again=again, of_draw=True) as step:
             encoded = self._first_of(step, sample, source.cook) if begun is None else self._outputs(begun)
             return self._posted(step, encoded) if self.own.posts_alone else encoded
         return []
@@ -249,9 +247,8 @@ class UserCode:
         begun = BegunDraw()
         tally = self.tally
         with begun:
-            begun.encoded = self._first_of(
-                self._draw.on(sample, source.user_key, ref, None, False), sample, source.cook
-            )
+            step = Step(self, self.own.first, sample, source.user_key, ref, None, of_draw=True)
+            begun.encoded = self._first_of(step, sample, source.cook)
             begun.failed = False
         begun.hook = self.now.hook
         begun.tally.update(tally)
@@ -373,7 +370,7 @@ class UserCode:
         (Not by the `number` of the microbatch: a hook that raises by chance must not raise on the next one, too.)
         """
         key = self.source(ref[0]).user_key
-        with self._batch.on(samples, key, ref, counts, False, members) as step, self._delivered():
+        with Step(self, Hook.BATCH, samples, key, ref, counts, members) as step, self._delivered():
             if self.own.batches:
                 step.begin(Hook.BATCH, ref[3])
                 BATCH.set(number)
@@ -422,7 +419,7 @@ class UserCode:
         Its random numbers are keyed by `ref`, the first of its samples (`members`). Failures and the hooks' own counts
         go to `counts`, the latter not `again`; without counts, failures are raised as they are.
         """
-        step = Step(self, hook).on(argument, self.source(ref[0]).user_key, ref, counts, again, members)
+        step = Step(self, hook, argument, self.source(ref[0]).user_key, ref, counts, members, again=again)
         if seeds:
             step.begin(hook, ref[3])
         return step
@@ -497,30 +494,43 @@ class UserCode:
 class Step:
     """One hook, or several in turn, at work on a sample or several; see the top of this module.
 
-    `of_draw` says that the first argument is a loaded sample, which says where it comes from.
+    Args:
+        hook: The first of them, or the one that says whether all worked.
+        argument: What it is given.
+        key: The key of the leaf that the first of its samples is of.
+        ref: The first of its samples.
+        counts: Those of the microbatch; None: what a hook raises is raised.
+        members: All of its samples; None: there is one.
+        again: Whether the hooks' own counts were counted before.
+        of_draw: Whether the argument is a loaded sample, which says where it comes from.
     """
 
     __slots__ = ("_again", "_code", "_counts", "_key", "_members", "_now", "_of_draw", "_ref", "hook")
 
-    def __init__(self, code: UserCode, hook: Hook, *, of_draw: bool = False) -> None:
+    def __init__(
+        self,
+        code: UserCode,
+        hook: Hook,
+        argument: Any,
+        key: int,
+        ref: Ref,
+        counts: Counts | None,
+        members: Members | None = None,
+        *,
+        again: bool = False,
+        of_draw: bool = False,
+    ) -> None:
         self._code = code
-        self._now = code.now
-        self._of_draw = of_draw
-        self.hook = hook
-
-    def on(
-        self, argument: Any, key: int, ref: Ref, counts: Counts | None, again: bool, members: Members | None = None
-    ) -> Self:
-        """Work on a sample, or on members of which it is the first; draws and batches use one step again and again."""
-        now = self._now
-        now.hook = self.hook
+        now = self._now = code.now
+        now.hook = hook
         now.sample = argument
+        self.hook = hook
         self._key = key
         self._ref = ref
         self._counts = counts
         self._members = members
         self._again = again
-        return self
+        self._of_draw = of_draw
 
     def begin(self, hook: Hook, *words: int) -> None:
         """Say that a hook runs from now on, and seed the generators for it; `words` end the key."""

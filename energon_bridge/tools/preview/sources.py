@@ -21,7 +21,8 @@ from energon_bridge.core.loader.bans import look_up
 from energon_bridge.core.loader.run_plan import DatasetSpec, RunPlan, open_pipeline, plan_run
 from energon_bridge.core.order.choose import Picks
 from energon_bridge.core.stream.failures import SamplePlace
-from energon_bridge.core.stream.pipeline import Pipeline, load_picks
+from energon_bridge.core.stream.loading import load_picks
+from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.restore_keys import SampleKey
 from energon_bridge.core.stream.state import SampleRef, as_members
 from energon_bridge.core.stream.user_code import PendingSample
@@ -140,7 +141,7 @@ class SampleSource:
     def _load(self, keys: Sequence[SampleKey]) -> list[tuple[Any, int]]:
         pipeline = self._pipeline
         refs = [SampleRef(self._leaves[identity], index, epoch, 0) for identity, index, epoch, _ in keys]
-        loading = load_picks(pipeline, Picks(as_members(refs)))
+        loading = load_picks(pipeline.loading, Picks(as_members(refs)))
         loaded: list[tuple[Any, int]] = []
         while len(loading):
             part = loading.take()

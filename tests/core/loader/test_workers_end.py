@@ -25,7 +25,7 @@ from workers import loader_of, wait_until, worker_pids
 from energon_bridge import DefaultTaskEncoder, SavableDataLoader, TextSample, get_savable_loader, get_train_dataset
 from energon_bridge.core.loader import pool
 from energon_bridge.core.storage.helpers import Threads, at_rest
-from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.loading import Loading
 
 data = made_once(text_dataset, train=[5, 9, 1, 14, 8])
 
@@ -81,7 +81,7 @@ def test_dropping_a_loader_stops_its_workers(data: Path) -> None:
 
 def test_collecting_a_loader_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is being started holds a lock that others need to end, and it may be the one that collects."""
-    submit, started, go_on = Pipeline.submit, threading.Event(), threading.Event()
+    submit, started, go_on = Loading.submit, threading.Event(), threading.Event()
     told: list[bool] = []
     before = set(threading.enumerate())
 
@@ -89,13 +89,13 @@ def test_collecting_a_loader_waits_for_no_thread(tmp_path: Path, monkeypatch: py
         started.set()
         told.append(go_on.wait(30))
 
-    def submit_and_stall(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+    def submit_and_stall(self: Loading, *args: Any, **kwargs: Any) -> Any:
         if not started.is_set() and self._pool is not None:
             self._pool.submit(stall)  # one of the two loading threads
             assert started.wait(60)
         return submit(self, *args, **kwargs)
 
-    monkeypatch.setattr(Pipeline, "submit", submit_and_stall)
+    monkeypatch.setattr(Loading, "submit", submit_and_stall)
     loader = loader_with_threads(tmp_path)
     batches = iter(loader)
     next(batches)
@@ -123,20 +123,20 @@ class LockedEncoder(DefaultTaskEncoder):
 def test_no_worker_is_forked_while_a_thread_of_a_dropped_loader_holds_a_lock(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, started, released = Pipeline.submit, threading.Event(), threading.Event()
+    submit, started, released = Loading.submit, threading.Event(), threading.Event()
 
     def hold() -> None:
         with LockedEncoder.lock:
             started.set()
             released.wait(60)
 
-    def submit_and_hold(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+    def submit_and_hold(self: Loading, *args: Any, **kwargs: Any) -> Any:
         if not started.is_set() and self._pool is not None:
             self._pool.submit(hold)
             assert started.wait(60)
         return submit(self, *args, **kwargs)
 
-    monkeypatch.setattr(Pipeline, "submit", submit_and_hold)
+    monkeypatch.setattr(Loading, "submit", submit_and_hold)
     next(iter(loader_with_threads(tmp_path)))
     gc.collect()
     with closing(loader_of(data, 2, LockedEncoder(), start_method="fork")) as loader:

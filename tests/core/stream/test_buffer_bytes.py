@@ -20,9 +20,9 @@ from PIL import Image
 from energon_bridge.core.loader.document import read_lanes
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.stream.budget import Budget
-from energon_bridge.core.stream.draws import BatchRow, size_of
 from energon_bridge.core.stream.pack_buffer import Packing
 from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.rows import BatchRow, size_of
 from energon_bridge.core.stream.state import Stage
 from energon_bridge.models.images.images import IMAGE_FORMS, DeferredImage
 
