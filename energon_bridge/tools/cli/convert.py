@@ -47,6 +47,7 @@ from energon_bridge.tools.convert.lists import (
     answers_of,
     check_beside,
     check_media_meant,
+    check_whole,
     other_text,
     propose_layout,
     unused_columns,
@@ -252,6 +253,8 @@ def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], to
     rows = first_rows(source)
     if sample_type is None:
         check_media_meant(rows, "convert without them: --sample-type CrudeSample")
+        kept = [as_told(row, replace(told, question=None, answers_as=None)) for row in rows]
+        check_whole(kept, "learn the texts alone: --sample-type TextSample --field text=COLUMN.")
     columns = {name for row in rows for name in (*row.files, *row.values)}
     for column in (*told.ignored, *template_columns(told.question or "")):
         if column not in columns:
