@@ -260,12 +260,12 @@ def choice_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def first_answer(value: Any) -> str | None:
-    """Return the first of several answers, as OK-VQA and SQuAD have them, or that of most annotators; None: none."""
+    """Return the answer of most annotators, the first of those (TextVQA, VQAv2, SQuAD); None: there is none."""
     if isinstance(value, bool):  # of BoolQ
         return "yes" if value else "no"
     texts = value.get("text") if isinstance(value, Mapping) else said_by_annotators(value) or value
     if isinstance(texts, list | tuple) and texts and all(isinstance(one, str) for one in texts):
-        return texts[0]
+        return max(texts, key=texts.count)
     return texts if isinstance(texts, str) else None
 
 

@@ -50,6 +50,7 @@ from energon_bridge.tools.convert.lists import (
     check_whole,
     other_text,
     propose_layout,
+    text_of_sounds,
     unused_columns,
 )
 from energon_bridge.tools.convert.options import ConvertOptions
@@ -363,6 +364,10 @@ def _show(source: Source, options: ConvertOptions) -> None:
     rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
     if rows and not any(is_conversation(row.values) for row in rows):
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
+        if (text := text_of_sounds(rows)) is not None:
+            click.echo(
+                f"  to ask for {text}: call the columns audio_filepath and text, as NeMo does, and give --prompt"
+            )
     looked_at = first_rows(source) if source.kind not in _KEPT else []
     if unused := unused_columns(looked_at, layout):
         click.echo(f"  not used: {', '.join(unused)}")

@@ -46,6 +46,7 @@ from energon_bridge.models.conversations.turns import (
     find_pair,
     has_pairs,
     has_preferences,
+    medium_by_name,
     not_in_turns,
     unseen_medium,
 )
@@ -541,6 +542,8 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
         if numbered and (name := _named(values, ("label_name", "class_name"))) and name != label:
             fields["label_name"] = name
         return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
+    if (caption := _named(values, ("caption_str", "comment", "sentence"))) is not None:  # of TextCaps, of Flickr30k
+        return Layout(sample_type="CaptioningSample", fields={**image, "caption": caption}, bare=bare)
     return Layout(sample_type="ImageSample", fields=image, bare=bare)
 
 
@@ -656,6 +659,15 @@ def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:
     if "caption" in layout.fields:
         return question, f"--sample-type VQASample --field context={question} --field answers=COLUMN"
     return caption, f"--sample-type CaptioningSample --field caption={caption}"
+
+
+def text_of_sounds(rows: Sequence[Row]) -> str | None:
+    """Return the column of the text of sounds, one in each row; None if rows are others."""
+    of_rows = [[one for one in row.files.values() if not isinstance(one, tuple)] for row in rows]
+    if not all(of and {medium_by_name(f"x.{one.extension}") for one in of} == {"audio"} for of in of_rows):
+        return None
+    names = ("text", "sentence", "transcription", "transcript", "normalized_text", "caption", "caption_1")
+    return _named(list(dict.fromkeys(name for row in rows for name in row.values)), names)
 
 
 def _is_raw(contents: Content | tuple[Content, ...]) -> bool:

@@ -19,6 +19,8 @@ from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.errors import EmptyDatasetError, SampleError, SourceError
 from energon_bridge.models.conversations.conversation import read_conversation
 from energon_bridge.models.conversations.cooker import COOKERS, cook_conversation
+from energon_bridge.models.conversations.layout import MultiModalSampleConfig
+from energon_bridge.models.conversations.sample_encoders import encode_vqa
 
 LETTER = "Answer with the option's letter from the given choices directly."
 
@@ -517,6 +519,20 @@ def test_ids_beside_a_transcript_or_turns_are_metadata() -> None:
         cook_conversation({"__key__": "a", "json": {"image_id": "233", "messages": TURNS}})
 
 
+@pytest.mark.parametrize("column", ["comment", "caption_str"])
+def test_captions_of_flickr30k_and_textcaps(tmp_path: Path, column: str) -> None:
+    source = listed(tmp_path, [{"image_name": "a.png", "comment_number": 0, column: "A dog runs."}])
+    fields = meta(converted(source, tmp_path / "out", "--split-ratio", "1,0,0"))["field_map"]
+    assert fields["caption"] == f"json[{column}]"
+
+
+def test_tables_of_speech_say_how_to_ask_for_their_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(b"RIFF")
+    rows = [{"client_id": "x", "path": "a.wav", "sentence": "Hello to you all", "locale": "en"}]
+    output = output_of("convert", listed(tmp_path, rows), tmp_path / "out", "--no-ask", "--no-progress", "--dry-run")
+    assert "to ask for sentence: call the columns audio_filepath and text" in output
+
+
 def test_flags_of_questions_are_refused_where_there_are_none(tmp_path: Path) -> None:
     write_pictures(tmp_path / "photos", ["cat/a.png", "dog/b.png"])
     for flags in (("--ignore", "label"), ("--question", "{label}"), ("--answers-as", "index")):
@@ -621,7 +637,7 @@ def test_columns_of_public_sets_need_no_flags(name: str, tmp_path: Path) -> None
     assert learned(converted(source, tmp_path / "out", "--split-ratio", "1,0,0")) == [texts]
 
 
-@pytest.mark.parametrize("form", ["VQAv2", "ChartQA", "POPE", "gt_answer"])
+@pytest.mark.parametrize("form", ["VQAv2", "ChartQA", "POPE", "gt_answer", "TextVQA"])
 def test_answers_of_sets_about_images(form: str, tmp_path: Path) -> None:
     said = [
         {"answer": text, "answer_confidence": "yes", "answer_id": at} for at, text in enumerate(["nets", "net", "net"])
@@ -633,8 +649,15 @@ def test_answers_of_sets_about_images(form: str, tmp_path: Path) -> None:
         row = {"question": "What is it?", "gt_answer": "net"}
     if form == "POPE":
         row = {"question_id": 1, "text": "What is it?", "label": "net"}
+    if form == "TextVQA":
+        row = {"question": "What is it?", "answers": ["nets", *["net"] * 8, "nets"]}
+        assert learned(listed(tmp_path, [row], "list.jsonl")) == [["What is it?", "net"]]
     out = converted(listed(tmp_path, [{"image": "a.png", **row}]), tmp_path / "out", "--split-ratio", "1,0,0")
     workers = WorkerConfig(num_workers=0)
+    if form == "TextVQA":
+        (sample,) = get_loader(get_val_dataset(out, split_part="train", batch_size=None, worker_config=workers))
+        assert encode_vqa(sample, MultiModalSampleConfig()).first_answer == "net"
+        return
     (batch,) = get_loader(get_val_dataset(out, split_part="train", batch_size=1, worker_config=workers))
     assert (batch.context, batch.answers[0][0]) == (["What is it?"], "net")
 
