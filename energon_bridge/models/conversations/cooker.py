@@ -13,15 +13,14 @@ placeholders:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_bridge.core.encoder.cooking import Cooker, basic_sample_keys
-from energon_bridge.core.errors import SampleError
-from energon_bridge.core.format.media import kind_by_name
+from energon_bridge.core.errors import SampleError, SkipSample
 from energon_bridge.core.stores import FileStore
 from energon_bridge.models.conversations.conversation import own_media, with_segments
+from energon_bridge.models.conversations.questions import is_unanswered
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     MEDIA,
@@ -34,13 +33,10 @@ from energon_bridge.models.conversations.turns import (
     read_tools,
     read_turns,
     system_prompt,
+    unseen_medium,
 )
 from energon_bridge.models.families import (
     ChatSample,
-)
-
-_NAMES_FILE = re.compile(
-    r"(image|img|picture|photo|video|audio|sound|speech|wav)s?_?(file_?)?(path|name|file)?s?|file_?(path|name)?"
 )
 
 
@@ -48,21 +44,32 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
     """Make a `ChatSample` from a crude sample.
 
     Raises:
+        SkipSample: It is a question without an answer, as SQuAD 2 has them.
         SampleError: There are no turns, they are not understood, or a named image, video or sound cannot be found.
     """
     content = sample.get("json")
     turns = read_turns(content) if isinstance(content, Mapping) else None
+    if turns is None and isinstance(content, Mapping) and is_unanswered(content):
+        raise SkipSample("has a question without an answer: `answers` is empty")
     if turns is None:
+        inside = (
+            f", and its json has {', '.join(map(str, content))}" if isinstance(content, Mapping) and content else ""
+        )
         parts = ", ".join(name for name in sample if not name.startswith("__"))
         raise SampleError(
             f"a crude sample must have a part 'json' with turns as {' or '.join(CONVERSATIONS)}, or a question and its "
-            f"answer as {' and '.join(PAIRS[0])}, …; this one has the parts {parts or 'none'}"
+            f"answer as {' and '.join(PAIRS[0])}, …; this one has the parts {parts or 'none'}{inside}"
+            + (
+                f", and its json has {', '.join(map(str, content)) or 'nothing'}"
+                if isinstance(content, Mapping)
+                else ""
+            )
         )
     assert isinstance(content, Mapping)
     check_turns(turns)
     media = with_segments(content, {kind: _media(kind, sample, content, turns, stores) for kind in MEDIA})
-    if not any(media.values()):
-        _check_names(content)
+    if not any(media.values()) and (unseen := unseen_medium(content)):
+        raise SampleError(unseen)
     return ChatSample(
         **basic_sample_keys(sample),
         messages=turns,
@@ -72,17 +79,6 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         tools=read_tools(content),
         system=system_prompt(content),
     )
-
-
-def _check_names(content: Mapping[str, Any]) -> None:
-    """Raise SampleError if a sample without media names a file under a name that is not looked up."""
-    for name, value in content.items():
-        if isinstance(value, str) and kind_by_name(value) is not None and _NAMES_FILE.fullmatch(name.lower()):
-            raise SampleError(
-                f"`{name}` names a file ({value[:200]!r}) that is no part of the sample, and the question would be "
-                "learned without it: convert the list (energon convert), or call the column image, video or audio and "
-                "add an auxiliary store to the mix"
-            )
 
 
 COOKERS = (Cooker(cook_conversation),)

@@ -28,7 +28,8 @@ AnswersAs = Literal["letter", "text", "index", "number"]
 """How answers to choices are given; an index counts from 0, a number from 1."""
 
 CONTEXTS = (
-    *("lecture", "background", "fact1", "article", "passage", "passages", "paragraph", "document", "documents"),
+    *("lecture", "background", "fact1", "article", "passage", "passages", "paragraph", "paragraphs"),
+    *("document", "documents"),
     *("story", "support", "evidence", "dialogue", "context", "contexts", "hint"),
 )
 """Columns of texts before a question, in their order."""
@@ -82,7 +83,16 @@ _METADATA = frozenset(
             "entailed",
             "duration",
         ),
-        *("equivalent", "operation", "operation/reasoning", "ocr", "ocr_info", "image_classes", "metamap_phrases"),
+        *(
+            "equivalent",
+            "operation",
+            "operation/reasoning",
+            "answer_from",
+            "ocr",
+            "ocr_info",
+            "image_classes",
+            "metamap_phrases",
+        ),
     )
 )
 _ENDINGS = re.compile(
@@ -250,13 +260,22 @@ def choice_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def first_answer(value: Any) -> str | None:
-    """Return the first of several answers, as OK-VQA and SQuAD have them, or that of most annotators; None: none."""
+    """Return the answer of most annotators, the first of those (TextVQA, VQAv2, SQuAD); None: there is none."""
     if isinstance(value, bool):  # of BoolQ
         return "yes" if value else "no"
     texts = value.get("text") if isinstance(value, Mapping) else said_by_annotators(value) or value
     if isinstance(texts, list | tuple) and texts and all(isinstance(one, str) for one in texts):
-        return texts[0]
+        return max(texts, key=texts.count)
     return texts if isinstance(texts, str) else None
+
+
+def is_unanswered(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry has a question, and an empty list of answers: SQuAD 2."""
+    asked = _column(entry, _ASKED, lambda value: isinstance(value, str) and bool(value.strip()))
+    said = entry.get("answers")
+    if isinstance(said, Mapping):
+        said = said.get("text")
+    return asked is not None and isinstance(said, list) and not said
 
 
 def said_by_annotators(value: Any) -> list[str] | None:
@@ -409,8 +428,8 @@ def composed(entry: Mapping[str, Any], pair: tuple[str, str], given: AnswersAs |
     contexts = [text for text in contexts if text and text not in asked]
     is_behind = pair[0] == "instruction"
     question = "\n".join(filter(None, [asked, *contexts] if is_behind else [*contexts, asked]))
-    more = entry.get("input")
-    if isinstance(more, str) and more and pair[0] != "input":
+    more = entry.get("input") or entry.get("inputs")  # of Alpaca, of M3IT
+    if isinstance(more, str) and more and pair[0] not in ("input", "inputs"):
         question = f"{question}\n{more}" if question else more
     options = options_of(beside)
     if options is None:
@@ -477,13 +496,58 @@ def filled(
 
 
 def _context(column: str, value: Any) -> str:
-    texts = list(value) if isinstance(value, list | tuple) else [] if _is_missing(value) else [value]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [] if _is_missing(value) else _paragraphs(value)
+    if texts is None:
         raise SampleError(
             f"`{column}` belongs to the question, and is not understood: expected a text, found {str(value)[:200]!r}. "
             "Write it as one, or convert the list with --question or --ignore"
         )
     return "\n".join(text.strip() for text in texts if text.strip())
+
+
+_TEXTS = ("text", "sentences", "paragraph_text", "passage_text", "contexts", "content")
+_BESIDE_TEXTS = (*_TEXTS, "title", "labels", "meshes")
+
+
+def _paragraphs(value: Any) -> list[str] | None:
+    """Return the texts of a context, each behind its title: texts, objects of both, or lists of both; None: no texts.
+
+    `[title, sentences]` and `{title, sentences}` are of HotpotQA, `passage_text` of MS MARCO, `contexts` of PubMedQA.
+    """
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        texts = next((value[name] for name in _TEXTS if name in value), None)
+        titles = value.get("title")
+        others = (name for name in value if name not in _BESIDE_TEXTS and not is_metadata(str(name)))
+        if texts is None or any(_is_long(value[name]) for name in others):
+            return None
+        if isinstance(texts, list | tuple) and isinstance(titles, list | tuple) and len(texts) == len(titles):
+            return _paragraphs(list(zip(titles, texts, strict=True)))
+        if isinstance(titles, str):
+            return _paragraphs([(titles, texts)])
+        return _paragraphs(texts) if not titles else None
+    if not isinstance(value, list | tuple):
+        return None
+    found: list[str] = []
+    for one in value:
+        if isinstance(one, list | tuple) and len(one) == 2 and isinstance(one[0], str):
+            texts = [one[1]] if isinstance(one[1], str) else one[1]
+            if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+                return None
+            found += [one[0], _joined(texts)]
+        elif isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, Mapping) and (texts := _paragraphs(one)) is not None:
+            found += texts
+        else:
+            return None
+    return found
+
+
+def _joined(sentences: Sequence[str]) -> str:
+    """Return sentences as one text; those of HotpotQA have the space before them."""
+    return "".join(one if one[:1].isspace() or not at else f" {one}" for at, one in enumerate(sentences))
 
 
 def _has_lines(asked: str, options: Options) -> bool:

@@ -5,8 +5,9 @@ own in place of these, or adds types:
 
     CaptioningSample             the image is shown, the caption learned
     ImageClassificationSample    the image is shown, the name of its class learned (or its number, if it has no name)
-    VQASample, VQAOCRSample      the question is shown with its images, the answer of most weight learned; where the
-                                 question is a list, so are the answers: a conversation of several turns
+    VQASample, VQAOCRSample      the question is shown with its images, the answer of most weight learned, or of most
+                                 annotators; where the question is a list, so are the answers: a conversation of several
+                                 turns
     MultiChoiceVQASample         the question and its lettered choices are shown, the right one is learned
     OCRSample                    the image is shown, its text learned
     InterleavedSample            every text is learned, the images stand where they are
@@ -293,7 +294,7 @@ def _best_answer(sample: VQASample | VQAOCRSample | VidQASample) -> str:
         raise SampleError(f"a {type(sample).__name__} needs answers for training")
     weights = sample.answer_weights
     if weights is None:
-        return sample.answers[0]
+        return max(answers, key=list(answers).count)  # the first that most annotators gave
     if len(weights) != len(sample.answers):
         raise SampleError(f"{len(sample.answers)} answers but {len(weights)} answer weights")
     return sample.answers[max(range(len(weights)), key=lambda i: float(weights[i]))]

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from energon_bridge.core.errors import SampleError, SkipSample
-from energon_bridge.core.format.media import kind_by_name
+from energon_bridge.core.format.media import is_base64, kind_by_name
 from energon_bridge.models.conversations.places import Medium as Medium, respelled, spelled, unwrapped
 from energon_bridge.models.conversations.questions import (
     CHOICES,
@@ -53,12 +53,13 @@ PAIRS = (
     *(("question", "response"), ("prompt", "completion"), ("prompt", "response"), ("human", "assistant")),
     *(("user", "assistant"), ("human", "gpt"), ("input", "output")),
     *(("query", "answer"), ("problem", "solution"), ("problem", "answer"), ("q", "a")),
+    *(("instruction", "outputs"), ("inputs", "outputs"), ("inputs", "targets")),
 )
 BESIDE_PAIRS = ("input", "history", "system", "tools")
 """What else belongs to a pair, and is no part of its question (`questions` has those)."""
 KNOWN_BESIDE = frozenset(
     (
-        *(*BESIDE_PAIRS, "system_prompt", "functions", "objects", "files", "kto_tag", "label"),
+        *(*BESIDE_PAIRS, "inputs", "system_prompt", "functions", "objects", "files", "kto_tag", "label"),
         *("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images"),
         *(f"{kind}{ending}" for kind in ("image", "img", "video", "audio", "sound") for ending in ("", "s")),
     )
@@ -621,6 +622,44 @@ def part_payload(part: Mapping[str, Any], kind: Medium) -> Any:
             f'as {{"type": "{kind}", "{kind}": PATH}}'
         )
     return given[payloads[0]] if payloads else None
+
+
+def unseen_medium(entry: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with an entry without media whose question is about one: a column names it; None: nothing.
+
+    A context stands for itself, as the transcript of a video does. Beside turns, ids of videos and sounds are metadata.
+    """
+    has_turns = _named(entry) is not None
+    contexts = {name for name in entry if name.lower() in CONTEXTS and entry[name]}
+    is_about = has_turns or (not contexts and (find_pair(entry) is not None or has_pairs(entry)))
+    for name, value in entry.items():
+        found = _NAMES_MEDIUM.fullmatch(name.lower())
+        first = value[0] if isinstance(value, list) and value else value
+        if is_base64(first) or (isinstance(first, str) and first.startswith(_URIS)):
+            return f"`{name}` has a file in it, which is no part of the sample: convert the list (energon convert)"
+        is_file = isinstance(value, str) and kind_by_name(value) is not None
+        if is_file and (found or _NAMES_FILE.fullmatch(name.lower()) or (name in contexts and " " not in str(value))):
+            return (
+                f"`{name}` names a file ({_short(value)}) that is no part of the sample, and the question would be "
+                "learned without it: convert the list (energon convert), or call the column image, video or audio and "
+                "add an auxiliary store to the mix"
+            )
+        is_id = isinstance(value, str | int) and not isinstance(value, bool) and value not in ("", -1)
+        if found and is_id and is_about and (not has_turns or found[1] in _OF_IMAGES):
+            return (
+                f"`{name}` ({_short(value)}) seems to name what the question is about, and the sample has no image, "
+                f"video or sound: add a column image, video or audio with its file, or leave this one out (energon "
+                f"convert with --ignore {name})"
+            )
+    return None
+
+
+_URIS = ("data:image/", "data:video/", "data:audio/")
+_OF_IMAGES = ("image", "img", "picture", "photo", "coco", "flickr", "vg")
+_NAMES_MEDIUM = re.compile(rf"({'|'.join(_OF_IMAGES)}|video|vid|youtube|yt|audio|audiocap|sound)s?_?ids?")
+_NAMES_FILE = re.compile(
+    r"(image|img|picture|photo|video|audio|sound|speech|wav)s?_?(file_?)?(path|name|file)?s?|file_?(path|name)?"
+)
 
 
 def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:

@@ -47,8 +47,10 @@ from energon_bridge.tools.convert.lists import (
     answers_of,
     check_beside,
     check_media_meant,
+    check_whole,
     other_text,
     propose_layout,
+    text_of_sounds,
     unused_columns,
 )
 from energon_bridge.tools.convert.options import ConvertOptions
@@ -252,6 +254,8 @@ def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], to
     rows = first_rows(source)
     if sample_type is None:
         check_media_meant(rows, "convert without them: --sample-type CrudeSample")
+        kept = [as_told(row, replace(told, question=None, answers_as=None)) for row in rows]
+        check_whole(kept, "learn the texts alone: --sample-type TextSample --field text=COLUMN.")
     columns = {name for row in rows for name in (*row.files, *row.values)}
     for column in (*told.ignored, *template_columns(told.question or "")):
         if column not in columns:
@@ -360,6 +364,10 @@ def _show(source: Source, options: ConvertOptions) -> None:
     rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
     if rows and not any(is_conversation(row.values) for row in rows):
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
+        if (text := text_of_sounds(rows)) is not None:
+            click.echo(
+                f"  to ask for {text}: call the columns audio_filepath and text, as NeMo does, and give --prompt"
+            )
     looked_at = first_rows(source) if source.kind not in _KEPT else []
     if unused := unused_columns(looked_at, layout):
         click.echo(f"  not used: {', '.join(unused)}")

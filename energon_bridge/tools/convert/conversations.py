@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from energon_bridge.core.errors import SampleError, SourceError
-from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, kind_by_head, kind_by_name
-from energon_bridge.models.conversations.questions import chosen, filled, first_answer, options_of
+from energon_bridge.core.errors import SampleError, SkipSample, SourceError
+from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, is_base64, kind_by_head, kind_by_name
+from energon_bridge.models.conversations.questions import chosen, filled, first_answer, is_unanswered, options_of
 from energon_bridge.models.conversations.segments import OPTIONS, entry_segments, part_options
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
@@ -33,6 +33,7 @@ from energon_bridge.models.conversations.turns import (
     read_tools,
     read_turns,
     typed_turns,
+    unseen_medium,
     with_turns,
 )
 from energon_bridge.tools.convert.rows import (
@@ -119,6 +120,8 @@ def holds_media(value: Any) -> bool:
         return bool(value) and {"bytes", "path"}.issuperset(value)
     if isinstance(value, str) and value.startswith("data:"):
         return ";base64," in value[:100]
+    if is_base64(value):
+        return True
     return isinstance(value, bytes) or (is_media_path(value) and "://" not in value.removeprefix("file://"))
 
 
@@ -160,11 +163,13 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
         if extension is None:
             raise SourceError(f"`{column}`: bytes of an unknown format ({value[:8]!r}…).")
         return Blob(value, extension)
-    if isinstance(value, str) and value.startswith("data:"):
+    if isinstance(value, str) and (value.startswith("data:") or is_base64(value)):
+        is_uri = value.startswith("data:")
+        encoded = value.partition(",")[2] if is_uri else "".join(value.split())
         try:
-            return as_files(base64.b64decode(value.partition(",")[2], validate=True), media, column)
+            return as_files(base64.b64decode(encoded, validate=True), media, column)
         except binascii.Error as error:
-            raise SourceError(f"`{column}`: cannot read the data URI: {error}.") from error
+            raise SourceError(f"`{column}`: cannot read the {'data URI' if is_uri else 'base64'}: {error}.") from error
     if not isinstance(value, str):
         raise SourceError(f"`{column}`: expected the path of a file, found {shown(value)}.")
     return media_file(value, media, any_kind=not is_media_column(column))
@@ -390,6 +395,7 @@ def as_source() -> Iterator[None]:
 def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     """Return a row of a crude layout, its media by their kinds, if training takes all of it; raises SourceError.
 
+    Raises SkipSample for a question without an answer among questions that have one.
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
     row = as_told(row, layout)
@@ -405,6 +411,8 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
             return row
         turns = read_turns(row.values)
         if turns is None:
+            if is_chat and is_unanswered(row.values):
+                raise SkipSample(f"{row.where}: has a question without an answer: `answers` is empty")
             if is_chat:
                 null = next((f"`{name}` is null" for name in CONVERSATIONS if name in row.values), None)
                 names = [name for name in row.values if name != "files" or not row.files]
@@ -415,6 +423,8 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
         read_tools(row.values)
         if not row.files:
             _check_no_media(row.values)
+            if unseen := unseen_medium(row.values):
+                raise SampleError(unseen)
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
         there = Counter(_medium(name, one) for name, of in files.items() for one in _several(of))
         check_places(turns, there)

@@ -60,7 +60,7 @@ from energon_bridge.tools.convert.arrow import (
     saved_names,
 )
 from energon_bridge.tools.convert.conversations import as_told
-from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant
+from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant, check_whole
 from energon_bridge.tools.convert.row_groups import (
     TAIL_BYTES,
     Group,
@@ -179,6 +179,7 @@ def open_tables(
         meant = "name the columns that are taken in the field map of .nv-meta/dataset.yaml."
         rows = first_rows(source)
         check_media_meant(rows, f"take the rows without them: {meant}")
+        check_whole(rows, f"learn the texts alone: {meant}")
         layout = replace(source.propose(), answers_as=answers_of(rows))
         check_beside(rows, layout, _LEFT_OUT)
     layout = replace(layout, in_place=True)

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ import numpy as np
 
 from energon_bridge.core.errors import SampleError, SourceError
 from energon_bridge.core.format.documents import UTF16, utf16_remedy
-from energon_bridge.core.format.media import kind_by_name
+from energon_bridge.core.format.media import BASE64, kind_by_name
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
@@ -40,11 +41,14 @@ from energon_bridge.models.conversations.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
     KNOWN_BESIDE,
+    ROLES,
     SEVERAL,
     find_pair,
     has_pairs,
     has_preferences,
+    medium_by_name,
     not_in_turns,
+    unseen_medium,
 )
 from energon_bridge.tools.convert.conversations import (
     as_files,
@@ -225,6 +229,8 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     if isinstance(content, Mapping):
         if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
             return CocoSource(path, content, media)
+        if _is_entry(content):
+            return TableSource(path, ListedEntries(path, [content]), media, "JSON object")
         if "annotations" in content and "images" not in content:
             raise SourceError(f"{path}: `annotations` without `images`: COCO's list of them names the files. Add it.")
         lists = [name for name, value in content.items() if isinstance(value, list) and value]
@@ -237,6 +243,14 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     if not isinstance(content, list):
         raise SourceError(f"{path}: expected a list of objects, found {str(content)[:60]!r}.")
     return TableSource(path, ListedEntries(path, content), media, "JSON list")
+
+
+def _is_entry(content: Mapping[str, Any]) -> bool:
+    """Return whether an object is one entry, not what has the list of them."""
+    turns = next((content[name] for name in CONVERSATIONS if name in content), None)
+    if isinstance(turns, list):
+        return all(isinstance(one, Mapping) and ("role" in one or "from" in one) for one in turns)
+    return "audio_filepath" in content or is_conversation(content)
 
 
 def _has_lines(path: Path) -> bool:
@@ -430,9 +444,6 @@ _ANSWERS = ("answers", "answer", "response", "output", "label", "gt_answer")
 _LABELS = ("label", "labels", "class", "category", "target", "label_name", "class_name")
 
 
-_BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # how JPEG, PNG, GIF and WebP begin
-
-
 def check_media_meant(rows: Sequence[Row], without: str) -> None:
     """Raise SourceError if rows without files seem to be meant with some: by URLs, or in a column called `image`.
 
@@ -442,7 +453,7 @@ def check_media_meant(rows: Sequence[Row], without: str) -> None:
         return
     for row in rows:
         for name, value in row.values.items():
-            if isinstance(value, str) and value.startswith(_BASE64):
+            if isinstance(value, str) and value.startswith(BASE64):
                 what = "contains base64"
                 remedy = "Write data URIs, data:image/jpeg;base64,… for a JPEG"
             elif isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
@@ -457,6 +468,43 @@ def check_media_meant(rows: Sequence[Row], without: str) -> None:
                 f"{row.where}: the column `{name}` {what} ({str(value)[:60]}), and no column contains files. {remedy}, "
                 f"or {without}"
             )
+
+
+def check_whole(rows: Sequence[Row], without: str) -> None:
+    """Raise SourceError if each row is only a part of what was said, or the caption of something that is not there.
+
+    `without` says how to learn the texts alone, with COLUMN for theirs.
+    """
+    if any(row.files or is_conversation(row.values) for row in rows):
+        return
+    row = rows[0]
+    where = f"{row.where}: "
+    column = _named(row.values, ("text", "content", "value", "message"))
+    role = next((name for name in ("role", "from") if str(row.values.get(name)).lower() in _ROLES), None)
+    if role is not None and column is not None:
+        parts = [f"`{name}`" for name in row.values if _THREAD.fullmatch(name)]
+        raise SourceError(
+            f"{where}a row is one message (`{role}` is {shown(row.values[role])}), and would be learned without what "
+            f"it answers. Write a conversation into each row, as `messages`, of the rows with the same "
+            f"{' and '.join(parts) or 'conversation'}, or {without.replace('COLUMN', column)}"
+        )
+    if tree := next((name for name, value in row.values.items() if _is_tree(value)), None):
+        raise SourceError(
+            f"{where}`{tree}` is a tree of messages, with several `replies` to each: write a conversation for each way "
+            "through it, as `messages`."
+        )
+    caption = _named(row.values, ("text", "content", "caption"))
+    unseen = unseen_medium({**row.values, "question": "", "answer": ""})
+    if caption is not None and caption.lower() == "caption" and unseen:
+        raise SourceError(f"{where}{unseen}; or {without.replace('COLUMN', caption)}")
+
+
+_ROLES = (*ROLES, "prompter")
+_THREAD = re.compile(r"(parent|conversation|conv|message_tree|thread|dialog|dialogue|session|chat|topic)_?(id|hash)?")
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("replies"), list)
 
 
 def propose_layout(rows: Sequence[Row]) -> Layout:
@@ -494,6 +542,8 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
         if numbered and (name := _named(values, ("label_name", "class_name"))) and name != label:
             fields["label_name"] = name
         return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
+    if (caption := _named(values, ("caption_str", "comment", "sentence"))) is not None:  # of TextCaps, of Flickr30k
+        return Layout(sample_type="CaptioningSample", fields={**image, "caption": caption}, bare=bare)
     return Layout(sample_type="ImageSample", fields=image, bare=bare)
 
 
@@ -609,6 +659,15 @@ def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:
     if "caption" in layout.fields:
         return question, f"--sample-type VQASample --field context={question} --field answers=COLUMN"
     return caption, f"--sample-type CaptioningSample --field caption={caption}"
+
+
+def text_of_sounds(rows: Sequence[Row]) -> str | None:
+    """Return the column of the text of sounds, one in each row; None if rows are others."""
+    of_rows = [[one for one in row.files.values() if not isinstance(one, tuple)] for row in rows]
+    if not all(of and {medium_by_name(f"x.{one.extension}") for one in of} == {"audio"} for of in of_rows):
+        return None
+    names = ("text", "sentence", "transcription", "transcript", "normalized_text", "caption", "caption_1")
+    return _named(list(dict.fromkeys(name for row in rows for name in row.values)), names)
 
 
 def _is_raw(contents: Content | tuple[Content, ...]) -> bool:

@@ -34,7 +34,7 @@ from energon_bridge.tools.convert.rows import (
     first_rows,
     lay_out,
 )
-from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, says_held_out
+from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, names_class, says_held_out
 
 if TYPE_CHECKING:
     pass
@@ -172,8 +172,11 @@ def _splits(root: Path, names: Sequence[str]) -> dict[str, tuple[str, int]]:
     """
     found = {name: folder_split(name.lower()) for name in names}
     if any(split is None for split in found.values()):
-        held_out = next((name for name in names if says_held_out(name.rpartition("/")[0])), None)
-        other = next((name for name in names if not says_held_out(name.rpartition("/")[0])), None)
+        folders = {folder for name in names for folder in name.split("/")[:-1]}
+        held_out_folders = {folder for folder in folders if says_held_out(folder) and not names_class(folder, folders)}
+        is_held_out = {name: not held_out_folders.isdisjoint(name.split("/")[:-1]) for name in names}
+        held_out = next((name for name in names if is_held_out[name]), None)
+        other = next((name for name in names if not is_held_out[name]), None)
         if held_out is not None and other is not None:
             raise SourceError(
                 f"{root}: {held_out} seems to be held out, but not all files are in folders of a split, such as "

@@ -104,6 +104,27 @@ def says_held_out(name: PurePath | str) -> bool:
     return _HELD_OUT.search(words) is not None
 
 
+def names_class(folder: str, others: Iterable[str]) -> bool:
+    """Return whether a folder whose name has the word of a split is one of a class beside others: `test tube`.
+
+    The rest of its name says something, and is not the name of another folder, as of `cats` beside `cats-test`.
+    """
+    rest = _rest(folder)
+    return bool(rest) and not any(_rest(other) == rest for other in others if other != folder)
+
+
+def _rest(folder: str) -> frozenset[str]:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", folder).lower()
+    without = re.sub(r"[a-z]*(?:held[-_ ]?out|holdout)[a-z]*", "", words)
+    return frozenset(word for word in re.findall(r"[^\W\d_]+", without) if not _NO_CLASS.fullmatch(word))
+
+
+_NO_CLASS = re.compile(
+    rf"({'|'.join(SPLIT_NAMES)})(s|set|data|split)?|(im(age|g)|picture|photo|video|audio|sound|clip|file|sample|folder)s?"
+    r"|data(set)?s?|sets?|parts?|splits?|my|our|the|all|new|old|final|raw|full|small|large|public|private|samples?"
+)
+
+
 def _of_shard(name: PurePath) -> set[str]:
     found = _SHARD.fullmatch(name.name)
     return {found[1]} if found and name.parts[:-1] == ("data",) else set()

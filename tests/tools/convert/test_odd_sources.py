@@ -33,7 +33,11 @@ def listed(folder: Path, *lines: str, name: str = "list.jsonl") -> Path:
 
 
 @pytest.mark.parametrize(
-    "image", [{"path": "a.png"}, "plain", "file://a.png", f"data:image/png;base64,{base64.b64encode(PNG).decode()}"]
+    "image",
+    [
+        *({"path": "a.png"}, "plain", "file://a.png", f"data:image/png;base64,{base64.b64encode(PNG).decode()}"),
+        base64.encodebytes(PNG).decode(),
+    ],
 )
 def test_images_however_they_are_named(tmp_path: Path, image: object) -> None:
     source = listed(tmp_path / "in", json.dumps({"image": image, "caption": "x"}))
@@ -42,7 +46,7 @@ def test_images_however_they_are_named(tmp_path: Path, image: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "image", [{"url": "a.png"}, "a", "a.png?x=1", 7, "https://a.b/c", base64.b64encode(PNG).decode()]
+    "image", [{"url": "a.png"}, "a", "a.png?x=1", 7, "https://a.b/c", base64.b64encode(PNG).decode()[:40] + "…"]
 )
 def test_columns_of_images_are_no_texts(tmp_path: Path, image: object) -> None:
     source = listed(tmp_path / "in", json.dumps({"image": image, "caption": "x"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ from energon_bridge import TaskEncoder, WorkerConfig, get_loader, get_val_datase
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.errors import EmptyDatasetError, SampleError, SourceError
 from energon_bridge.models.conversations.conversation import read_conversation
-from energon_bridge.models.conversations.cooker import COOKERS
+from energon_bridge.models.conversations.cooker import COOKERS, cook_conversation
+from energon_bridge.models.conversations.layout import MultiModalSampleConfig
+from energon_bridge.models.conversations.sample_encoders import encode_vqa
 
 LETTER = "Answer with the option's letter from the given choices directly."
 
@@ -275,7 +278,7 @@ def test_a_typed_question_may_not_lose_its_choices(tmp_path: Path) -> None:
 
 
 def test_a_context_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    entries = [{"question": "Q?", "answer": "A", "context": {"title": ["a"], "sentences": [["b"]]}}]
+    entries = [{"question": "Q?", "answer": "A", "context": {"title": ["a"], "rows": [["b"]]}}]
     assert "`context` belongs to the question, and is not understood" in refused(
         listed(tmp_path, entries), tmp_path / "o"
     )
@@ -410,6 +413,126 @@ def test_questions_without_an_answer_for_each_are_refused(tmp_path: Path) -> Non
         assert "has 2 `questions` and other answers than one for each" in refused(source, tmp_path / "out")
 
 
+CONTEXTS_IN_PARTS: dict[str, tuple[Any, str]] = {
+    "HotpotQA": (
+        {"title": ["A Mag", "B Mag"], "sentences": [["A was.", " It ended."], ["B was."]]},
+        "A Mag\nA was. It ended.\nB Mag\nB was.",
+    ),
+    "HotpotQA's own file": (
+        [["A Mag", ["A was.", " It ended."]], ["B Mag", ["B was."]]],
+        "A Mag\nA was. It ended.\nB Mag\nB was.",
+    ),
+    "objects": ([{"title": "A Mag", "text": "A was."}, {"text": "B was."}], "A Mag\nA was.\nB was."),
+    "MuSiQue": ([{"idx": 0, "title": "A", "paragraph_text": "A was.", "is_supporting": True}], "A\nA was."),
+    "MS MARCO": ({"is_selected": [0, 1], "passage_text": ["A was.", "B was."], "url": ["u", "v"]}, "A was.\nB was."),
+    "PubMedQA": ({"contexts": ["A was.", "B was."], "labels": ["AIM", "END"], "meshes": ["Cells"]}, "A was.\nB was."),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS_IN_PARTS)
+def test_contexts_in_parts_are_their_texts_behind_their_titles(tmp_path: Path, name: str) -> None:
+    context, text = CONTEXTS_IN_PARTS[name]
+    source = listed(tmp_path, [{"question": "Which?", "answer": "A", "context": context}], "rows.jsonl")
+    out = converted(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    assert learned(source) == learned(out) == [[f"{text}\nWhich?", "A"]]
+
+
+def test_questions_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None:
+    row = {"id": "1", "context": "A long text.", "question": "Who?", "answers": {"text": ["I"], "answer_start": [0]}}
+    none = {**row, "id": "2", "answers": {"text": [], "answer_start": []}}
+    source = listed(tmp_path, [row, none], "rows.jsonl")
+    output = output_of("convert", source, tmp_path / "out", "--no-ask", "--no-progress", "--split-ratio", "1,0,0")
+    assert "Skipped 1 sample:" in output
+    assert "line 2 (id 2): has a question without an answer: `answers` is empty" in output
+    assert learned(tmp_path / "out") == [["A long text.\nWho?", "I"]]
+
+
+def test_pictures_in_tables_may_be_base64(tmp_path: Path) -> None:
+    """As MMBench's TSV files have them; the prompt is LLaVA's."""
+    picture = next(iter(write_pictures(tmp_path, ["a.jpg"]).values()))
+    row = {"index": "1", "question": "Which?", "hint": "Look.", "A": "p", "B": "q", "answer": "B", "split": "dev"}
+    columns = {**row, "image": base64.b64encode(picture).decode(), "category": "a b"}
+    (tmp_path / "dev.tsv").write_text("\t".join(columns) + "\n" + "\t".join(columns.values()) + "\n")
+    out = converted(tmp_path / "dev.tsv", tmp_path / "out", "--split-ratio", "1,0,0")
+    assert learned(out) == [[llava_mmbench("Which?", QA[:2], "Look."), "B"]]
+    assert members(out)["000000000.jpg"] == picture
+
+
+ALONE: dict[str, tuple[dict[str, Any], str]] = {
+    "OpenAssistant": (
+        {"message_id": "a", "parent_id": None, "text": "Write it.", "role": "prompter", "message_tree_id": "t"},
+        "the same `parent_id` and `message_tree_id`",
+    ),
+    "a row per message": (
+        {"conversation_id": "a", "turn": 0, "from": "human", "value": "Hello to you"},
+        "the same `conversation_id`",
+    ),
+    "role and content": ({"role": "user", "content": "Hello to you", "turn": 1}, "the same conversation"),
+    "a tree": ({"tree_state": "x", "prompt": {"text": "Hi", "replies": [{"text": "Ho"}]}}, "several `replies` to each"),
+    "AudioCaps": ({"audiocap_id": "1", "youtube_id": "a", "caption": "A bird sings."}, "add a column image, video or"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_rows_that_are_a_part_of_what_was_said_are_refused(tmp_path: Path, name: str) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    row, complaint = ALONE[name]
+    source = listed(tmp_path, [row, row])
+    assert complaint in refused(source, tmp_path / "out")
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    with pytest.raises(SourceError, match=complaint):
+        learned(tmp_path / "rows.parquet")
+    column = next((one for one in ("text", "value", "content", "caption") if one in row), None)
+    if column is not None:
+        told = ("--sample-type", "TextSample", "--field", f"text={column}")
+        converted(source, tmp_path / "told", *told, "--split-ratio", "1,0,0")
+
+
+def test_texts_with_other_roles_are_texts(tmp_path: Path) -> None:
+    source = listed(tmp_path, [{"text": "Once upon a time.", "role": "narrator"}, {"text": "x", "role": "king"}])
+    assert meta(converted(source, tmp_path / "out"))["sample_type"]["__class__"] == "TextSample"
+
+
+@pytest.mark.parametrize(
+    ("beside", "complaint"),
+    [
+        ({"image_id": 17}, r"`image_id` \(17\) seems to name what the question is about"),
+        ({"video_id": "v_a"}, "`video_id` .* seems to name"),
+        ({"audio_id": "a.wav"}, "`audio_id` names a file"),
+        ({"context": "a.wav"}, "`context` names a file"),
+        ({"picture": ["/9j/" + "A" * 60]}, "`picture` has a file in it"),
+    ],
+)
+def test_questions_about_media_that_are_not_there_are_refused(beside: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SampleError, match=complaint):
+        cook_conversation({"__key__": "a", "json": {"question": "What is it?", "answer": "It.", **beside}})
+    seen = {"__key__": "a", "json": {"question": "What is it?", "answer": "It.", **beside}, "0.png": b"p"}
+    if "context" not in beside:
+        assert cook_conversation(seen).images == [b"p"]
+
+
+def test_ids_beside_a_transcript_or_turns_are_metadata() -> None:
+    transcript = {"video_id": "v_a", "context": "He says it.", "question": "Who?", "answer": "He."}
+    for content in (transcript, {"video_id": "v_a", "messages": TURNS}, {"image_id": "", "messages": TURNS}):
+        assert cook_conversation({"__key__": "a", "json": content}).messages
+    with pytest.raises(SampleError, match="`image_id`"):  # of SVIT
+        cook_conversation({"__key__": "a", "json": {"image_id": "233", "messages": TURNS}})
+
+
+@pytest.mark.parametrize("column", ["comment", "caption_str"])
+def test_captions_of_flickr30k_and_textcaps(tmp_path: Path, column: str) -> None:
+    source = listed(tmp_path, [{"image_name": "a.png", "comment_number": 0, column: "A dog runs."}])
+    fields = meta(converted(source, tmp_path / "out", "--split-ratio", "1,0,0"))["field_map"]
+    assert fields["caption"] == f"json[{column}]"
+
+
+def test_tables_of_speech_say_how_to_ask_for_their_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(b"RIFF")
+    rows = [{"client_id": "x", "path": "a.wav", "sentence": "Hello to you all", "locale": "en"}]
+    output = output_of("convert", listed(tmp_path, rows), tmp_path / "out", "--no-ask", "--no-progress", "--dry-run")
+    assert "to ask for sentence: call the columns audio_filepath and text" in output
+
+
 def test_flags_of_questions_are_refused_where_there_are_none(tmp_path: Path) -> None:
     write_pictures(tmp_path / "photos", ["cat/a.png", "dog/b.png"])
     for flags in (("--ignore", "label"), ("--question", "{label}"), ("--answers-as", "index")):
@@ -422,7 +545,6 @@ PUBLIC: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             **{
                 "id": "1",
-                "imageId": "n1",
                 "question": "Is it overcast?",
                 "answer": "no",
                 "fullAnswer": "No, it is clear.",
@@ -438,7 +560,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "TextVQA": (
         {
-            **{"image_id": "003", "question": "what is the brand?", "question_tokens": ["what", "is", "the", "brand"]},
+            **{"question": "what is the brand?", "question_tokens": ["what", "is", "the", "brand"]},
             **{"answers": ["nous les gosses", "dakota"], "image_classes": ["Belt", "Headphones"], "set_name": "train"},
             "ocr_tokens": ["DAKOTA", "DIGITAL"],
         },
@@ -515,7 +637,7 @@ def test_columns_of_public_sets_need_no_flags(name: str, tmp_path: Path) -> None
     assert learned(converted(source, tmp_path / "out", "--split-ratio", "1,0,0")) == [texts]
 
 
-@pytest.mark.parametrize("form", ["VQAv2", "ChartQA", "POPE", "gt_answer"])
+@pytest.mark.parametrize("form", ["VQAv2", "ChartQA", "POPE", "gt_answer", "TextVQA"])
 def test_answers_of_sets_about_images(form: str, tmp_path: Path) -> None:
     said = [
         {"answer": text, "answer_confidence": "yes", "answer_id": at} for at, text in enumerate(["nets", "net", "net"])
@@ -527,8 +649,15 @@ def test_answers_of_sets_about_images(form: str, tmp_path: Path) -> None:
         row = {"question": "What is it?", "gt_answer": "net"}
     if form == "POPE":
         row = {"question_id": 1, "text": "What is it?", "label": "net"}
+    if form == "TextVQA":
+        row = {"question": "What is it?", "answers": ["nets", *["net"] * 8, "nets"]}
+        assert learned(listed(tmp_path, [row], "list.jsonl")) == [["What is it?", "net"]]
     out = converted(listed(tmp_path, [{"image": "a.png", **row}]), tmp_path / "out", "--split-ratio", "1,0,0")
     workers = WorkerConfig(num_workers=0)
+    if form == "TextVQA":
+        (sample,) = get_loader(get_val_dataset(out, split_part="train", batch_size=None, worker_config=workers))
+        assert encode_vqa(sample, MultiModalSampleConfig()).first_answer == "net"
+        return
     (batch,) = get_loader(get_val_dataset(out, split_part="train", batch_size=1, worker_config=workers))
     assert (batch.context, batch.answers[0][0]) == (["What is it?"], "net")
 

@@ -135,6 +135,26 @@ def test_what_is_wrong_is_named_and_counted(tmp_path: Path, entry: dict[str, Any
     assert len(delivered(tmp_path / "out")) == 2
 
 
+def test_a_manifest_of_one_sound_is_one_object(tmp_path: Path) -> None:
+    written(tmp_path / "a.wav", 1)
+    manifest = lines(tmp_path / "one.json", [{"audio_filepath": "a.wav", "duration": 1.0, "text": "one"}])
+    assert "NeMo manifest, 1 sample" in convert(manifest, tmp_path / "out")
+    ((_, answer),) = map(said, delivered(tmp_path / "out"))
+    assert answer == "one"
+
+
+@pytest.mark.parametrize("columns", [{}, {"id": "a"}])
+def test_one_conversation_is_one_object_too(tmp_path: Path, columns: dict[str, str]) -> None:
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    one = lines(tmp_path / "one.json", [{**columns, "messages": turns}])
+    convert(one, tmp_path / "out")
+    (talk,) = delivered(tmp_path / "out")
+    assert [turn["content"] for turn in talk.messages] == ["Hello", "Hi"]
+    listed = lines(tmp_path / "listed.json", [{"conversations": [{"conversations": turns}, {"conversations": turns}]}])
+    convert(listed, tmp_path / "two")
+    assert len(delivered(tmp_path / "two")) == 2
+
+
 def test_a_folder_with_a_manifest_asks_for_it(tmp_path: Path) -> None:
     """Its sounds alone would be samples without a text."""
     written(tmp_path / "in/wavs/a.wav", 2)

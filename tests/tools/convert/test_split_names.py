@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from PIL import Image
-from sources import convert, meta, refused
+from sources import convert, converted, members, meta, refused
 
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.core.errors import SourceError, UnknownSplitError
@@ -196,3 +197,32 @@ def test_a_stray_picture_does_not_take_the_labels(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "in", "a/1.png", "b/2.png", "3.png")
     assert "1 of 3 files are not in the folder of a class, such as 3.png" in refused(folder, tmp_path / "out")
     assert "3 samples" in convert(folder, tmp_path / "out", "--kind", "pairs")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("test tube/0.png", "beaker/0.png", "valley/0.png"),
+        ("test_tube/0.png", "evaluation form/0.png", "training shoes/0.png", "cat/0.png"),
+        ("ValidationStamp/0.png", "cat/0.png"),
+        ("train/test tube/0.png", "train/cat/0.png"),
+    ],
+)
+def test_classes_may_have_the_word_of_a_split_in_their_names(names: tuple[str, ...], tmp_path: Path) -> None:
+    out = converted(pictures(tmp_path / "in", *names), tmp_path / "out", "--kind", "classes")
+    found = {json.loads(data)["label_name"] for name, data in members(out).items() if name.endswith(".json")}
+    assert found == {name.split("/")[-2] for name in names}
+    assert "test" not in parts_of(out) or not parts_of(out)["test"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("cats-test/0.png", "cats/0.png", "dogs/0.png"),
+        ("my_test_images/0.png", "cat/0.png"),
+        ("Test2/0.png", "cat/0.png"),
+        ("held out cats/0.png", "cats/0.png"),
+    ],
+)
+def test_folders_of_a_held_out_part_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+    assert "seems to be held out" in refused(pictures(tmp_path / "in", *names), tmp_path / "out")
