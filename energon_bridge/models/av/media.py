@@ -72,11 +72,12 @@ class Media:
         is_endless: Whether its header says that its size is unknown, where FFmpeg would take that for a size.
     """
 
-    __slots__ = ("audio", "container", "file", "fresh", "is_endless", "is_pcm_wave", "name", "video")
+    __slots__ = ("_is_whole", "audio", "container", "file", "fresh", "is_endless", "is_pcm_wave", "name", "video")
 
     def __init__(self, file: BinaryIO, name: str, head: bytes = b"") -> None:
         self.file = with_size(file) if head[:4] in _SIZED else file
         self.is_endless = self.file is not file
+        self._is_whole = False
         self.name = name
         self.is_pcm_wave = head[:4] + head[8:16] == b"RIFFWAVEfmt " and head[20:22] in _PCM
         self.open()
@@ -110,10 +111,13 @@ class Media:
         self.fresh = True
 
     def check_end(self) -> None:
-        """Raise DecodeError if the file ends before its headers say."""
+        """Raise DecodeError if the file ends before its headers say; looks once."""
+        if self._is_whole:
+            return
         there = what_is_there(self.file, self.container.format.name)
         if there is not None:
             raise self.cut_off(there)
+        self._is_whole = True
 
     def cut_off(self, there: str) -> DecodeError:
         """Return the error for a file that has less than its headers say."""

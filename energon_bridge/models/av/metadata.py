@@ -72,12 +72,13 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
         return None
     if claimed is None or (own_length(stream) is not None and not _is_vague(stream)):
         return claimed
-    indices = [one.index for one in (media.video, media.audio) if one is not None]
-    ends = {one: _end_of(media, one, claimed) for one in indices}
     # Some containers count the duration from their start, others from 0.
-    if max(ends.values()) < min(claimed, claimed + start) - _CUT_OFF_SECONDS:
+    least = min(claimed, claimed + start) - _CUT_OFF_SECONDS
+    others = [one.index for one in (media.video, media.audio) if one is not None and one.index != index]
+    end = _end_of(media, index, claimed)
+    if end < least and all(_end_of(media, one, claimed) < least for one in others):
         return claimed
-    return ends[index] - start
+    return end - start
 
 
 def _is_unsaid(media: Media, stream: Any) -> bool:
@@ -154,16 +155,16 @@ def video_metadata(
     width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
     if frame_size and not (width and height):
         raise DecodeError(f"{media.name} has video without a size in its headers: is it cut off?")
-    frames = None
-    seconds = known_length(media, stream) if duration else None
-    if frame_count or (duration and seconds is None):
-        frames = reader().count
-        if duration and seconds is None:
-            seconds = reader().length()
+    # The length comes last: what reads all packets would have to open the file again after the seeks for it.
+    frames = reader().count if frame_count else None
+    fps = _mean_rate(media, reader) if rate else None
+    seconds = known_length(media, media.stream("video")) if duration else None
+    if duration and seconds is None:
+        seconds = reader().length()
     return AVMetadata(
         video_duration=None if seconds is None else float(seconds),
-        video_num_frames=frames if frame_count else None,
-        video_fps=_mean_rate(media, reader) if rate else None,
+        video_num_frames=frames,
+        video_fps=fps,
         video_width=width,
         video_height=height,
     )
