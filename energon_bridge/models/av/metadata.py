@@ -66,9 +66,11 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     form = media.container.format.name
     if media.video is None:
         media.check_end()
+    if media.is_endless:
+        return None
     if is_estimate(media):
         return _length_of_packets(media, index)
-    if stream.type == "audio" and (form in BARE_FORMATS or _is_unsaid(media, stream) or len(links_of(media)) > 1):
+    if stream.type == "audio" and (form in BARE_FORMATS or _is_unsaid(stream) or len(links_of(media)) > 1):
         return None
     if claimed is None or (own_length(stream) is not None and not _is_vague(stream)):
         return claimed
@@ -81,13 +83,13 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     return end - start
 
 
-def _is_unsaid(media: Media, stream: Any) -> bool:
+def _is_unsaid(stream: Any) -> bool:
     """Whether the header does not say how long a sound is, or FFmpeg does not read it there.
 
     So it is with compressed CAF and WAV: FFmpeg takes the last packet for a full one, or goes by the rate of bytes.
     """
-    is_compressed = media.container.format.name in ("caf", "wav") and not stream.codec_context.name.startswith("pcm_")
-    return media.is_endless or is_compressed or stream.duration == 0
+    is_compressed = stream.container.format.name in ("caf", "wav") and not stream.codec_context.name.startswith("pcm_")
+    return is_compressed or stream.duration == 0
 
 
 def _is_vague(stream: Any) -> bool:
