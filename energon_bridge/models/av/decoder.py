@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
 Ranges = Sequence[tuple[float, float]]
 T = TypeVar("T")
-_TOLD_BY_HEAD = ("wav", "wave", "rf64", "w64", "aif", "aiff", "aifc")
+_TOLD_BY_HEAD = ("wav", "wave", "rf64", "w64", "aif", "aiff", "aifc", "avi")
 """Extensions of files that are opened according to their first bytes."""
 
 

@@ -66,7 +66,7 @@ def with_size(file: BinaryIO) -> BinaryIO:
         told = {}
     finally:
         file.seek(here)
-    return _Told(file, told) if told else file
+    return _Told(file, told) if told else file  # type: ignore[return-value]
 
 
 def _sizes_to_tell(file: BinaryIO, size: int) -> dict[int, bytes]:

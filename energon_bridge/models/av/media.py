@@ -29,6 +29,8 @@ _PCM = (b"\1\0", b"\3\0", b"\xfe\xff")
 
 _SIZED = (b"FORM", b"riff", b"RF64")
 """How AIFF, Wave64 and RF64 begin."""
+_ENDLESS = (bytes(4), b"\xff" * 4)
+"""Sizes of an AVI that was written into a pipe; the lengths of its streams are then made up."""
 
 
 @edataclass
@@ -69,14 +71,16 @@ class Media:
         audio: The stream of sound that is marked as default, or else the first one, or None.
         fresh: Whether the container is at its beginning.
         is_pcm_wave: Whether it is known to be a WAV of plain samples.
-        is_endless: Whether its header says that its size is unknown, where FFmpeg would take that for a size.
+        is_endless: Whether its header says that its size is unknown, where FFmpeg would take that for a size, or
+            lengths beside it for true.
     """
 
-    __slots__ = ("audio", "container", "file", "fresh", "is_endless", "is_pcm_wave", "name", "video")
+    __slots__ = ("_is_whole", "audio", "container", "file", "fresh", "is_endless", "is_pcm_wave", "name", "video")
 
     def __init__(self, file: BinaryIO, name: str, head: bytes = b"") -> None:
         self.file = with_size(file) if head[:4] in _SIZED else file
-        self.is_endless = self.file is not file
+        self.is_endless = self.file is not file or (head[:4] + head[8:11] == b"RIFFAVI" and head[4:8] in _ENDLESS)
+        self._is_whole = False
         self.name = name
         self.is_pcm_wave = head[:4] + head[8:16] == b"RIFFWAVEfmt " and head[20:22] in _PCM
         self.open()
@@ -110,10 +114,13 @@ class Media:
         self.fresh = True
 
     def check_end(self) -> None:
-        """Raise DecodeError if the file ends before its headers say."""
+        """Raise DecodeError if the file ends before its headers say; looks once."""
+        if self._is_whole:
+            return
         there = what_is_there(self.file, self.container.format.name)
         if there is not None:
             raise self.cut_off(there)
+        self._is_whole = True
 
     def cut_off(self, there: str) -> DecodeError:
         """Return the error for a file that has less than its headers say."""

@@ -66,27 +66,30 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     form = media.container.format.name
     if media.video is None:
         media.check_end()
+    if media.is_endless:
+        return None
     if is_estimate(media):
         return _length_of_packets(media, index)
-    if stream.type == "audio" and (form in BARE_FORMATS or _is_unsaid(media, stream) or len(links_of(media)) > 1):
+    if stream.type == "audio" and (form in BARE_FORMATS or _is_unsaid(stream) or len(links_of(media)) > 1):
         return None
     if claimed is None or (own_length(stream) is not None and not _is_vague(stream)):
         return claimed
-    indices = [one.index for one in (media.video, media.audio) if one is not None]
-    ends = {one: _end_of(media, one, claimed) for one in indices}
     # Some containers count the duration from their start, others from 0.
-    if max(ends.values()) < min(claimed, claimed + start) - _CUT_OFF_SECONDS:
+    least = min(claimed, claimed + start) - _CUT_OFF_SECONDS
+    others = [one.index for one in (media.video, media.audio) if one is not None and one.index != index]
+    end = _end_of(media, index, claimed)
+    if end < least and all(_end_of(media, one, claimed) < least for one in others):
         return claimed
-    return ends[index] - start
+    return end - start
 
 
-def _is_unsaid(media: Media, stream: Any) -> bool:
+def _is_unsaid(stream: Any) -> bool:
     """Whether the header does not say how long a sound is, or FFmpeg does not read it there.
 
     So it is with compressed CAF and WAV: FFmpeg takes the last packet for a full one, or goes by the rate of bytes.
     """
-    is_compressed = media.container.format.name in ("caf", "wav") and not stream.codec_context.name.startswith("pcm_")
-    return media.is_endless or is_compressed or stream.duration == 0
+    is_compressed = stream.container.format.name in ("caf", "wav") and not stream.codec_context.name.startswith("pcm_")
+    return is_compressed or stream.duration == 0
 
 
 def _is_vague(stream: Any) -> bool:
@@ -154,16 +157,16 @@ def video_metadata(
     width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
     if frame_size and not (width and height):
         raise DecodeError(f"{media.name} has video without a size in its headers: is it cut off?")
-    frames = None
-    seconds = known_length(media, stream) if duration else None
-    if frame_count or (duration and seconds is None):
-        frames = reader().count
-        if duration and seconds is None:
-            seconds = reader().length()
+    # The length comes last: what reads all packets would have to open the file again after the seeks for it.
+    frames = reader().count if frame_count else None
+    fps = _mean_rate(media, reader) if rate else None
+    seconds = known_length(media, media.stream("video")) if duration else None
+    if duration and seconds is None:
+        seconds = reader().length()
     return AVMetadata(
         video_duration=None if seconds is None else float(seconds),
-        video_num_frames=frames if frame_count else None,
-        video_fps=_mean_rate(media, reader) if rate else None,
+        video_num_frames=frames,
+        video_fps=fps,
         video_width=width,
         video_height=height,
     )

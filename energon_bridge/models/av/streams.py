@@ -462,10 +462,13 @@ def turn_of(frame: Any) -> Turn:
     (x, y) is shown at (a x + c y, b x + d y); rows are counted downwards.
     """
     try:
-        data = frame.side_data.get("DISPLAYMATRIX")
+        beside = frame.side_data
+        data = beside.get("DISPLAYMATRIX") if len(beside) else None  # asked for each frame: most have nothing
     except ValueError:  # PyAV 18.1 has no name for newer data beside a frame, such as its EXIF
         return _UPRIGHT if not frame.rotation else Turn(quarters=round(frame.rotation / 90) % 4)
-    a, b, _, c, d = struct.unpack_from("=5i", memoryview(data)) if data is not None else (1, 0, 0, 0, 1)
+    if data is None:
+        return _UPRIGHT
+    a, b, _, c, d = struct.unpack_from("=5i", memoryview(data))
     across = math.hypot(a, c)
     down = math.hypot(b, d)
     if not (across and down):  # it turns nothing that could be seen

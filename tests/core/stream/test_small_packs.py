@@ -11,6 +11,7 @@ import pytest
 from engine import config_of, text_dataset
 
 from energon_bridge import DefaultTaskEncoder, TextSample, get_savable_loader, get_train_dataset
+from energon_bridge.core.stream.pack_buffer import LaneEpochs, PackBuffer
 
 SIZES = (48, 100, 500, 2000)
 ROOM = 128
@@ -49,9 +50,11 @@ class Packs(DefaultTaskEncoder):
         return TextSample(__key__=" ".join(one.__key__ for one in pack), text=" ".join(one.text for one in pack))
 
 
-def packs_of(source: Any, buffer: int, lanes: int | None) -> Iterator[list[tuple[Any, ...]]]:
+def packs_of(
+    source: Any, buffer: int, lanes: int | None, encoder: type[Packs] = Packs
+) -> Iterator[list[tuple[Any, ...]]]:
     spec = get_train_dataset(
-        source, task_encoder=Packs(), packing_buffer_size=buffer, batch_size=1, worker_config=config_of(1, 0)
+        source, task_encoder=encoder(), packing_buffer_size=buffer, batch_size=1, worker_config=config_of(1, 0)
     )
     loader = get_savable_loader(spec, worker_config=config_of(1, 0, num_lanes=lanes))
     for batch in loader:
@@ -102,3 +105,44 @@ def test_a_small_dataset_of_a_mix_comes_once_an_epoch(folder: Path, tmp_path: Pa
     times = Counter(small[: 3 * samples])
     assert len(times) == samples
     assert set(times.values()) <= {2, 3, 4}
+
+
+class Leaving(Packs):
+    """Leaves one pack in four waiting, so that samples of several epochs meet in a buffer."""
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        packs = super().select_samples_to_pack(samples)
+        return packs[: max(1, 3 * len(packs) // 4)]
+
+
+@pytest.mark.parametrize(("samples", "buffer", "lanes"), [(48, 16, 2), (500, 16, 4), (500, 100, 8)])
+@pytest.mark.parametrize("encoder", [Packs, Leaving])
+def test_what_a_buffer_keeps_about_epochs_is_what_its_samples_say(
+    folder: Path, samples: int, buffer: int, lanes: int, encoder: type[Packs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the order is asked for an epoch once, not after each microbatch."""
+    asked: Counter[tuple[int, int]] = Counter()
+    checked = [0]
+    epoch_of, is_closed = LaneEpochs.epoch, PackBuffer.is_closed
+
+    def counting(self: LaneEpochs, draw: int) -> int:
+        asked[id(self), epoch_of(self, draw)] += 1
+        return epoch_of(self, draw)
+
+    def checking(self: PackBuffer, draw: int) -> bool:
+        closed = is_closed(self, draw)
+        if self._rules.epochs is not None:
+            fresh = self.members[self._waits == 0, 2].tolist()
+            epoch = self._rules.epochs.order.epoch_of(self._rules.epochs.lane, draw)
+            assert closed == any(one < epoch for one in fresh)
+            checked[0] += 1
+        return closed
+
+    monkeypatch.setattr(LaneEpochs, "epoch", counting)
+    monkeypatch.setattr(PackBuffer, "is_closed", checking)
+    packs = packs_of(folder / str(samples), buffer, lanes, encoder)
+    taken = 0
+    while taken < 4 * samples:
+        taken += len(next(packs))
+    assert checked[0] > 50
+    assert max(asked.values()) == 1

@@ -235,6 +235,34 @@ def test_an_aiff_of_unknown_length_goes_to_the_end_of_its_file(
     assert sound_of(bytes(data), rate=48000).length == SECONDS * 48000
 
 
+@pytest.mark.parametrize("sound", ["mp3", ""])
+def test_an_avi_that_was_written_into_a_pipe_has_the_length_of_its_frames(sound: str, tmp_path: Path) -> None:
+    """FFmpeg makes lengths up for it, of an hour and more."""
+    path = write_video(tmp_path / "a.avi", codec="mpeg4", frames=40, sound=sound)
+    pipe = Pipe()
+    with av.open(str(path)) as source, av.open(pipe, "w", format="avi") as target:
+        streams = {one.index: target.add_stream_from_template(one) for one in source.streams}
+        for packet in source.demux():
+            if packet.dts is not None:
+                packet.stream = streams[packet.stream.index]
+                target.mux(packet)
+    whole = AVDecoder(path.read_bytes())
+    (tmp_path / "piped.avi").write_bytes(pipe.written)
+    for piped in (AVDecoder(bytes(pipe.written)), AVDecoder.open(tmp_path / "piped.avi")):
+        found = piped.get_metadata()
+        assert found.video_num_frames == 40
+        assert found.video_duration == pytest.approx(float(40 * frame_seconds(path)), abs=0.05)
+        assert found.audio_duration == whole.get_metadata().audio_duration
+        assert piped.get_time_range(video=True, audio=bool(sound))[1] < 40 * frame_seconds(path) + 0.1
+
+
+def frame_seconds(path: Path) -> Fraction:
+    with av.open(str(path)) as container:
+        rate = container.streams.video[0].average_rate
+        assert rate
+        return 1 / rate
+
+
 # Chains ---------------------------------------------------------------------------------------------------------------
 
 
