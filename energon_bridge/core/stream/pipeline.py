@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,6 +51,15 @@ class SampleColumns(NamedTuple):
     samples: list[Any]
     sizes: list[int]
     leaves: list[int]
+
+
+@dataclass(slots=True)
+class WaitingRows:
+    """Rows that waited in groups, summed over looks at the lanes of a process: one lane has many only at times."""
+
+    looks: int = 0
+    rows: int = 0
+    warned: bool = False
 
 
 class Sources:
@@ -107,6 +117,7 @@ class Pipeline:
         self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog = self._new_watchdog()
         self.warned_of_groups = False
+        self.waiting_rows = WaitingRows()
         self.budget = Budget(settings.config.buffer_bytes, settings.lanes)
         # Reads of several rounds are longer only where these continue the same slices.
         together = max(1, settings.read_together)
