@@ -569,6 +569,12 @@ def epochs_by_leaf(data: DatasetSpec) -> list[tuple[Fraction, OpenLeaf]]:
     return [(leaf.num_samples * total / share, leaf) for share, leaf in each if share]
 
 
+def _shortest_epoch(data: DatasetSpec) -> tuple[int, str]:
+    """Return the draws of all lanes in an epoch of the dataset that comes round first, and its path."""
+    epochs = [] if data.ends else [(int(draws), leaf.dataset.path) for draws, leaf in epochs_by_leaf(data)]
+    return min(epochs, default=(data.num_samples, data.ordered[0].dataset.path))
+
+
 def packing_buffers(data: DatasetSpec, lanes: int) -> int:
     """Return the packing buffers of an endless run: as many as lanes, or the largest divisor of it that is few enough.
 
@@ -713,6 +719,7 @@ def open_pipeline(
         draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
         failure_log=data.failure_log,
         delivered=delivered,
+        shortest_epoch=_shortest_epoch(data),
         packs_by_epoch=plan.packs_by_epoch,
         watchdog=watchdog,
         worker=worker,

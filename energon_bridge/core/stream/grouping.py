@@ -36,6 +36,8 @@ _FEWEST, _MOST = 1000, 1 << 16
 """Rows of a lane that may wait in any case, and in no case more."""
 _WARNING = 4
 """A warning comes at a fourth of them."""
+IN_WAITING = 8
+"""A warning comes if more than an eighth of an epoch waits in the groups of all lanes."""
 
 
 def most_waiting(num_samples: int, batch_size: int) -> int:
@@ -175,6 +177,7 @@ class Grouping:
         while True:
             full = self._add(self._before.next_row(counts), counts)
             self._check_waiting()
+            self._check_epoch()
             rows = self._with_contents(full, counts)
             if full and len(rows) == len(full):
                 return taken_of(self._pipeline, rows)
@@ -232,6 +235,25 @@ class Grouping:
             "%s: %s keeps %s waiting in one lane (`waiting_in_groups` in loader.metrics() counts those of all lanes). "
             "With more than %s the run stops. %s",
             *(pipeline.paths, hook, self._groups, f"{most:,}", todo),
+        )
+
+    def _check_epoch(self) -> None:
+        """Warn once if the lanes together keep much of an epoch waiting: other samples come more often meanwhile."""
+        pipeline = self._pipeline
+        lanes = pipeline.settings.num_lanes
+        draws, path = pipeline.settings.shortest_epoch
+        waiting = pipeline.waiting_rows
+        waiting.looks += 1
+        waiting.rows += self._groups.num_rows
+        if waiting.warned or lanes == 1 or IN_WAITING * lanes * waiting.rows <= draws * waiting.looks:
+            return
+        waiting.warned = True
+        logger.warning(
+            "%s is small for batch_group_criterion of %s: each of %d lanes waits for groups of its own to fill, and "
+            "all together keep more than an eighth of its epoch of %d samples: some samples come late, and others "
+            "again before them (this lane: %s). Fewer lanes (num_lanes of WorkerConfig or the data module, at least "
+            "one for each rank), fewer groups or smaller batches avoid it",
+            *(path, type(pipeline.code.encoder).__name__, lanes, draws, self._groups),
         )
 
     def _give_up_if_barren(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +32,15 @@ from energon_bridge.core.stream.values import BANNED, FailedSample, has_code
 from energon_bridge.core.stream.watchdog import Activities, Watchdog
 
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
+
+
+@dataclass(slots=True)
+class WaitingRows:
+    """Rows that waited in groups, summed over looks at the lanes of a process: one lane has many only at times."""
+
+    looks: int = 0
+    rows: int = 0
+    warned: bool = False
 
 
 class Pipeline:
@@ -61,6 +71,7 @@ class Pipeline:
         self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog = self._new_watchdog(activities)
         self.warned_of_groups = False
+        self.waiting_rows = WaitingRows()
         self.budget = Budget(settings.config.buffer_bytes, settings.lanes)
 
     def _new_watchdog(self, activities: Activities) -> Watchdog | None:

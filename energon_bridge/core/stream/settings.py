@@ -154,6 +154,7 @@ class StreamSettings:
         draws_ahead: Draws of each lane to read ahead if rounds are not read.
         failure_log: Logs failures that no microbatch carries.
         delivered: Leaves that the run has delivered samples of; empty at its start.
+        shortest_epoch: Draws of all lanes in an epoch of the dataset that comes round first, and its path.
         packs_by_epoch: Whether packing buffers end with epochs, and no pack has a sample twice (`pack_buffer.py`).
         watchdog: How long a microbatch may take; None: as long as it likes.
         worker: What a worker process knows about itself; None: this is the training process.
@@ -170,6 +171,7 @@ class StreamSettings:
     draws_ahead: int
     failure_log: FailureLog
     delivered: Collection[int]
+    shortest_epoch: tuple[int, str]
     packs_by_epoch: bool
     watchdog: WatchdogSettings | None
     worker: WorkerFacts | None

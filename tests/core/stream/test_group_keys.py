@@ -309,6 +309,30 @@ def test_what_waits_is_named_and_counted(data: Path, caplog: pytest.LogCaptureFi
     assert len([record for record in caplog.records if "waiting in one lane" in record.message]) == 1
 
 
+def first_epoch(tmp_path: Path, samples: int, lanes: int) -> set[str]:
+    """Return which samples came as the first so many, in eight groups of eight."""
+    folder = text_dataset(tmp_path / f"{samples}", train=[samples // 2, samples // 2])
+    loader = loader_of(folder, lambda n: n * 37 % 8, num_lanes=lanes, batch_size=8)
+    return {key for batch in islice(loader, samples // 8) for key in batch.__key__}
+
+
+def test_groups_that_keep_an_eighth_of_an_epoch_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        found = [record.message for record in caplog.records if "is small for batch_group_criterion" in record.message]
+        caplog.clear()
+        return found
+
+    assert len(first_epoch(tmp_path, 960, 1)) > 0.95 * 960
+    assert not warnings()
+    assert len(first_epoch(tmp_path / "large", 19_200, 48)) > 0.95 * 19_200
+    assert not warnings()
+    assert len(first_epoch(tmp_path / "small", 960, 48)) < 0.85 * 960
+    (text,) = warnings()
+    assert f"{tmp_path / 'small' / '960'} is small for batch_group_criterion of Grouped: each of 48 lanes" in text
+    assert "an eighth of its epoch of 960 samples" in text
+    assert "Fewer lanes (num_lanes of WorkerConfig or the data module" in text
+
+
 def until_it_stops(loaders: list[Any]) -> Iterator[str]:
     streams = [iter(loader) for loader in loaders]
     for stream in (stream for _ in count() for stream in streams):
