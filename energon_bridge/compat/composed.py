@@ -37,7 +37,7 @@ from energon_bridge.core.encoder.base import AugmentTaskEncoder, TaskEncoder
 from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.encoder.hooks import Hook, hook_of, is_overridden
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SkipSample
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.mix.flatten import flatten
 from energon_bridge.core.mix.leaves import number_leaves

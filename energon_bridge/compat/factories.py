@@ -19,7 +19,7 @@ from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import prepare_metadataset
 from energon_bridge.compat.table import not_provided
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.mix import JoinRef, Mix, MixIndex, load_mix
 from energon_bridge.core.mix.paths import DatasetKind, kind_of_source
 from energon_bridge.core.stores import FileStore

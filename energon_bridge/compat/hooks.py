@@ -26,7 +26,7 @@ from energon_bridge.compat.wrapped import (
     Wrapper,
 )
 from energon_bridge.core.errors import NotProvidedError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 
 
 def get_train_dataset(path: Any, **kwargs: Any) -> DatasetSpec:

@@ -28,7 +28,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.jsonl import JsonlDataset, is_jsonl
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.samples import SourceInfo

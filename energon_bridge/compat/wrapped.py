@@ -13,7 +13,8 @@ from typing import Any, Literal, NoReturn
 
 from energon_bridge.compat.table import WRAPPERS_ADVICE, NoSuchPart, Refusing, not_provided
 from energon_bridge.core.errors import ConfigurationError, WrongUseError
-from energon_bridge.core.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.no_dataloader import DATASET_IS_NO_LOADER, NotForDataLoader
 
 _NEVER_CALLED = ("__iter__", "len_worker", "reset_state_own", "restore_sample", "restore_state", "save_state")
 

@@ -34,8 +34,9 @@ from energon_bridge.core.errors import (
     WrongUseError,
     check_choice,
 )
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import FORMAT
-from energon_bridge.core.loader.run_plan import DatasetSpec, NotForDataLoader
+from energon_bridge.core.loader.no_dataloader import NotForDataLoader
 from energon_bridge.core.loader.savable import LOADER_IS_NO_DATASET
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples.showing import counted, described

@@ -18,8 +18,8 @@ from energon_bridge.core.encoder.checks import check_encoder
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError, check_choice, did_you_mean
 from energon_bridge.core.format.checksums import Checksums
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.position import OnMismatch
-from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.mix import DatasetOpener, MixSource, index_of_datasets, load_mix, open_mix_index
 from energon_bridge.core.mix.leaves import OpenLeaf, open_leaves

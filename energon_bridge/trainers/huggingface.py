@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy, pad
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.datasets import get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError, optional_packages
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.models.conversations.inputs import IGNORED_LABEL, Inputs, model_inputs, unwrapped
 from energon_bridge.trainers.replica import Balance
 

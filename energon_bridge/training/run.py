@@ -39,7 +39,7 @@ from energon_bridge.core.errors import (
     did_you_mean,
     optional_packages,
 )
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.stream.policy import ErrorPolicy
 from energon_bridge.tools.report.callback import RunReport
 from energon_bridge.trainers.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading

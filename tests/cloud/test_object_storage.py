@@ -483,8 +483,8 @@ def test_the_next_round_is_read_from_the_beginning_of_a_round(
 def test_draws_are_read_ahead_where_rounds_are_too_large(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     name = plain(server.folder)
     expected = content(server.folder / name, 20)
-    monkeypatch.setattr("energon_bridge.core.loader.run_plan._READ_BYTES", 0)
-    monkeypatch.setattr("energon_bridge.core.loader.run_plan._TOGETHER", 6)
+    monkeypatch.setattr("energon_bridge.core.loader.opening._READ_BYTES", 0)
+    monkeypatch.setattr("energon_bridge.core.loader.opening._TOGETHER", 6)
     server.fault = every(5, "short", "503")
     assert content(f"{server.url}/{name}", 20) == expected
     assert content(f"{server.url}/{name}", 20, stop=7) == expected

@@ -35,7 +35,7 @@ from energon_bridge import (
 )
 from energon_bridge.core.errors import MetadataError
 from energon_bridge.core.format.documents import Value
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.mix import evaluate_subset
 from energon_bridge.core.mix.tree import SubsetRange, parse_subset
 from energon_bridge.tools.columns.making import add_column

@@ -9,7 +9,7 @@ from engine import TensorEncoder, config_of, is_masked, loaders_of, text_dataset
 from keyed import write_mix
 
 from energon_bridge import get_train_dataset
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 
 SIZES = {"a": [5, 7], "b": [30], "c": [3, 3, 3, 3]}

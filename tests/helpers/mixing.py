@@ -10,7 +10,7 @@ from engine import TensorEncoder, config_of, text_dataset
 from keyed import mix_document, write_mix
 
 from energon_bridge import get_train_dataset
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 
 SIZES = {"a": [5, 7], "b": [30], "c": [3, 3, 3, 3]}
 

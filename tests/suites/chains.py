@@ -57,9 +57,9 @@ from engine import InProcessLoader, comparable, digest, is_masked, loaders_of
 from talks import missing
 
 from energon_bridge import EnergonError, cyclic_iter
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import read_lanes, read_leaves
 from energon_bridge.core.loader.fits import merge
-from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.trainers.feedback import DoReMi, MixFeedback
 

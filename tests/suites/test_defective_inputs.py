@@ -32,7 +32,7 @@ from made import made_once
 
 from energon_bridge import ErrorPolicy, read_quarantine
 from energon_bridge.core.errors import CorruptShardError, DuplicateKeyError, ShardMissingError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 
 STEPS = 24

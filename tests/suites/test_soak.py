@@ -27,7 +27,7 @@ from mixing import metadataset
 from workers import wait_until
 
 from energon_bridge import get_savable_loader, get_train_dataset
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 BATCHES, LOADERS = (20_000, 200) if LONG else (300, 20)

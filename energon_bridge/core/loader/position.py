@@ -28,7 +28,8 @@ from energon_bridge.core.loader.bans import (
     with_found,
 )
 from energon_bridge.core.loader.fits import check_fits, check_lanes, merge, saved_day
-from energon_bridge.core.loader.run_plan import PACKING_BUFFERS, RunPlan, open_pipeline, run_day_of
+from energon_bridge.core.loader.opening import open_pipeline
+from energon_bridge.core.loader.run_plan import PACKING_BUFFERS, RunPlan, run_day_of
 from energon_bridge.core.mix import parse_weight
 from energon_bridge.core.mix.weights import GivenWeights
 from energon_bridge.core.order.changes import Ban, new_keys, with_ban

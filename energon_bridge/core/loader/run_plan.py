@@ -1,34 +1,20 @@
-"""What a run loads: the dataset that users hold (leaves and settings, checked; nothing is open), and its plan.
-
-The plan is the dataset cut into lanes for some ranks, so that every draw is arithmetic.
-"""
+"""The plan of a run: its data cut into lanes for some ranks, so that every draw is arithmetic."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from fractions import Fraction
 from functools import cached_property
-from types import GenericAlias
-from typing import Any, ClassVar, NoReturn, Self, cast
+from typing import Any, cast
 
 import numpy as np
 
 from energon_bridge.core.encoder.base import decoder_of
-from energon_bridge.core.encoder.collate import REMEDY_FOR_TYPES
-from energon_bridge.core.encoder.hooks import Hook, is_overridden
-from energon_bridge.core.errors import ConfigurationError, WrongUseError
-from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.foreign import ForeignDataset
-from energon_bridge.core.format.join import JoinedDataset
-from energon_bridge.core.format.jsonl import JsonlDataset
-from energon_bridge.core.format.marks import marks_of
-from energon_bridge.core.format.media import IMAGE_EXTENSIONS
-from energon_bridge.core.mix import Mix
+from energon_bridge.core.loader.run_data import RunData, epochs_by_leaf
 from energon_bridge.core.mix.leaves import OpenLeaf
-from energon_bridge.core.mix.weights import ChangedWeights, MixWeights
+from energon_bridge.core.mix.weights import ChangedWeights
 from energon_bridge.core.order.blend import EpochizedBlend, InTurns, WeightedBlend
 from energon_bridge.core.order.changes import LeafBans, LeafWeights
 from energon_bridge.core.order.choose import AnyBlend, BucketBlend, PassDraws
@@ -36,269 +22,10 @@ from energon_bridge.core.order.leaf import LeafOrder, slice_length
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.order.topology import default_num_lanes
 from energon_bridge.core.registry import load
-from energon_bridge.core.samples import CrudeSample, field_names
-from energon_bridge.core.samples.showing import counted, described
 from energon_bridge.core.stream.conventions import PassOrder
-from energon_bridge.core.stream.failures import FailureLog
-from energon_bridge.core.stream.finite import Listing, num_microbatches
-from energon_bridge.core.stream.leaf import Leaf, check_cooker, cooker_of
-from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.settings import RunSettings, StreamKind, StreamSettings, WorkerFacts
-from energon_bridge.core.stream.user_code import OwnHooks
-from energon_bridge.core.stream.watchdog import WatchdogSettings
+from energon_bridge.core.stream.finite import Listing
+from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.worker_config import WorkerConfig, distributed
-
-DATASET_IS_NO_LOADER = (
-    "a dataset of energon_bridge describes what to load and gives no samples by itself. Make a loader of it and "
-    "iterate that: `for batch in get_loader(dataset)`. It takes the place of torch.utils.data.DataLoader and starts "
-    "the workers itself. For the Trainer of transformers use energon_bridge.trainers.huggingface.EnergonTrainer, "
-    "for Lightning EnergonMultiModalDataModule"
-)
-_KINDS = {"train": "training", "passes": "training, pass by pass", "finite": "validation"}
-_MOST_SHOWN = 6
-"""Datasets named in the text of a mix."""
-
-
-class NotForDataLoader:
-    """What `torch.utils.data.DataLoader` is refused, with what to do instead, when it is made around it.
-
-    All that a DataLoader asks of a dataset when it is made is its class, by `isinstance`.
-    """
-
-    _refusal: ClassVar[str] = DATASET_IS_NO_LOADER
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Self]:
-        frame = sys._getframe(1)
-        for _ in range(3):  # `isinstance` may be that of a metaclass in Python
-            code = frame.f_code
-            if code.co_qualname == "DataLoader.__init__" and frame.f_locals.get("dataset") is self:
-                raise WrongUseError(self._refusal)
-            frame = frame.f_back or frame
-        return type(self)
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise WrongUseError(self._refusal)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetSpec(NotForDataLoader):
-    """What `get_train_dataset` and `get_val_dataset` return, for `get_loader` and `get_savable_loader`.
-
-    It is a description: before a loader is iterated, only the metadata of the datasets is read. `len()` is the number
-    of batches of a rank in a pass, or in an epoch of an endless stream, as for its loader. (If samples are packed or
-    grouped, each counts as a row; only the loader of a pass knows the number.)
-
-    Args:
-        leaves: The datasets, in the order of the mix.
-        mix: How they are combined.
-        settings: How they are ordered and made into microbatches.
-        worker_config: Who loads what, unless a loader is given another.
-        buckets: The buckets of its leaves, if microbatches come from buckets (`tools/columns/buckets.py`).
-    """
-
-    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
-
-    leaves: tuple[OpenLeaf, ...]
-    mix: Mix
-    settings: RunSettings
-    worker_config: WorkerConfig
-    buckets: Any = None
-
-    def __post_init__(self) -> None:
-        if self.grouped and self.buckets is not None:  # asking raises if hooks exclude each other
-            raise ConfigurationError("group_by and batch_group_criterion both choose the samples of a microbatch")
-        for leaf in self.leaves:
-            check_cooker(self.settings.task_encoder, leaf.dataset, leaf.aux)
-        if self.kind != "passes":
-            return
-        if self.mix.mode == "weights" and len(self.leaves) > 1:
-            raise ConfigurationError(
-                "repeat=False: a blend by weights never ends; use `blend_epochized` with repetitions, `concat`, or a "
-                "single dataset"
-            )
-        for leaf in self.leaves:
-            if leaf.shuffle_epochs not in (None, 1):
-                raise ConfigurationError(
-                    f"repeat=False: {leaf.dataset.path} is shuffled over {leaf.shuffle_epochs} epochs, so one pass "
-                    "would not contain every sample; set shuffle_over_epochs_multiplier to 1 or None"
-                )
-
-    @cached_property
-    def marks(self) -> list[str]:
-        """What tells other content of the same names, counts and sizes, of each leaf (`format/marks.py`)."""
-        return marks_of([leaf.dataset for leaf in self.ordered])
-
-    def check_types(self) -> None:
-        """Raise if the leaves' sample types cannot share microbatches; loaders check this, forecasts need not."""
-        together = self.rows > 1 and self.settings.packing_buffer_size is None and not self.grouped
-        if together or self.settings.max_tokens_per_microbatch is not None:
-            _check_types(self.leaves, self.settings.task_encoder)
-
-    def with_settings(self, **changes: Any) -> Self:
-        """Return the same data with other settings."""
-        return replace(self, settings=replace(self.settings, **changes))
-
-    @property
-    def kind(self) -> StreamKind:
-        """The kind of its states: `train` (endless), `passes` (training that ends) or `finite` (validation)."""
-        return self.settings.kind
-
-    @property
-    def ends(self) -> bool:
-        """Whether it comes one pass at a time (validation, or training with `repeat=False`)."""
-        return self.settings.kind != "train"
-
-    @property
-    def shuffled(self) -> bool:
-        """Whether it is training data; validation comes in the order of the datasets."""
-        return self.settings.kind != "finite"
-
-    @property
-    def rows(self) -> int:
-        """Samples in a full microbatch."""
-        return self.settings.rows
-
-    @property
-    def block(self) -> int:
-        """Draws in which the lanes take turns on a leaf, if no state says otherwise (`LeafOrder.block`)."""
-        return self.rows if self.mode == "single" else 0
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all leaves, each counted once."""
-        return sum(leaf.num_samples for leaf in self.leaves)
-
-    @cached_property
-    def epoch_samples(self) -> tuple[Fraction, ...]:
-        """Samples of each leaf in an epoch of the data, in the order of the counters: as often as repetitions say.
-
-        If they are fractions, epochs differ, and this is the mean. Validation has each sample once.
-        """
-        repeats = self.mix.mode == "repetitions" and self.kind != "finite"
-        return tuple(leaf.num_samples * (leaf.share if repeats else Fraction(1)) for leaf in self.ordered)
-
-    @cached_property
-    def grouped(self) -> bool:
-        """Whether the encoder batches rows by groups."""
-        return OwnHooks(self.settings.task_encoder, selects=self.settings.selects).groups
-
-    @property
-    def listed(self) -> bool:
-        """Whether all ranks agree on the rows of a pass before it begins, since it is packed or grouped."""
-        return self.ends and (self.settings.packing_buffer_size is not None or self.grouped)
-
-    def end(self, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
-        """Return the microbatch at which a pass of so many rows (grouped: batches) ends, after `ceil(end/R)` steps."""
-        end = num_microbatches(num_rows, self.rows, drop_last=self.settings.batch_drop_last)
-        end = end if num_batches is None else num_batches
-        return end if self.settings.limit is None else min(end, self.settings.limit * world_size)
-
-    @cached_property
-    def ordered(self) -> tuple[OpenLeaf, ...]:
-        """The leaves in the order of the counters: by identity, or for validation as given."""
-        return self.leaves if self.kind == "finite" else tuple(sorted(self.leaves, key=lambda leaf: leaf.identity))
-
-    def epoch_length(self, world_size: int) -> int:
-        """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
-        if self.buckets is not None:
-            return max(1, int(self.buckets.batches / world_size))
-        samples = self.settings.conventions.epoch_samples(self.epoch_samples)
-        return max(1, int(samples // (self.rows * world_size)))
-
-    @property
-    def mode(self) -> str:
-        """How the leaves are combined: `single`, `weights`, `repetitions` or `concat`."""
-        return self.mix.mode if len(self.leaves) > 1 else "single"
-
-    @property
-    def unit(self) -> str | None:
-        """What the weights of an endless blend are shares of, an expression of columns; None: of draws."""
-        return self.mix.unit if self.kind == "train" and self.mode == "weights" else None
-
-    @cached_property
-    def weights(self) -> MixWeights:
-        """The weights of the mix, in order of the leaves' identities."""
-        place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
-        return MixWeights(
-            mix=self.mix,
-            sizes=tuple(leaf.num_samples if leaf.amounts is None else leaf.amounts.total for leaf in self.leaves),
-            order=tuple(place[leaf.identity] for leaf in self.ordered),
-        )
-
-    @cached_property
-    def failure_log(self) -> FailureLog:
-        """The log of failures; one for all loaders of this dataset in the process."""
-        policy = self.settings.error_policy
-        return FailureLog(messages=policy.messages, quarantine=policy.quarantine)
-
-    def __iter__(self) -> NoReturn:
-        raise WrongUseError(DATASET_IS_NO_LOADER)
-
-    def __len__(self) -> int:
-        return self.num_batches(self.worker_config)
-
-    def __repr__(self) -> str:
-        return described(
-            f"{type(self).__name__} for {_KINDS[self.kind]}",
-            [
-                f"{counted(self.num_samples, 'sample')} of {counted(len(self.leaves), 'dataset')}, "
-                f"{counted(len(self), 'batch', 'batches')} of {self._what_batches_have()}",
-                *(leaf_line(leaf) for leaf in self.leaves[:_MOST_SHOWN]),
-                *([f"and {len(self.leaves) - _MOST_SHOWN:,} more"] if len(self.leaves) > _MOST_SHOWN else []),
-            ],
-        )
-
-    def _what_batches_have(self) -> str:
-        if self.settings.max_tokens_per_microbatch is not None:
-            return f"up to {counted(self.settings.max_tokens_per_microbatch, 'token')}"
-        if self.settings.batch_size is None:
-            return "one sample"
-        return counted(self.settings.batch_size, "sample" if self.settings.packing_buffer_size is None else "pack")
-
-    def num_batches(self, config: WorkerConfig, end: int | None = None) -> int:
-        """Return the batches of one rank in a pass or virtual epoch, or in an epoch of an endless stream.
-
-        Args:
-            end: The microbatch at which the pass of a finite stream ends, if known.
-        """
-        if self.settings.virtual_epoch_length is not None:
-            return self.settings.virtual_epoch_length
-        if not self.ends:
-            return self.epoch_length(config.dp_size)
-        if end is None:
-            end = plan_run(self, config).end_of_pass(0)
-        return -(-end // config.dp_size)
-
-
-def _check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
-    """Raise if leaves would share microbatches although the default hooks cannot batch their types together.
-
-    If user code sees the samples first, nothing is checked: hooks, cookers and joiners may turn all into one type.
-
-    Raises:
-        ConfigurationError: The types have different fields.
-    """
-    if is_overridden(encoder, Hook.ENCODE, Hook.PREENCODE, Hook.POSTENCODE, Hook.BATCH):
-        return
-    by_fields: dict[tuple[str, ...], tuple[str, list[str]]] = {}
-    for leaf in leaves:
-        if isinstance(leaf.dataset, JoinedDataset) or cooker_of(encoder, leaf.dataset) is not None:
-            continue
-        kind = leaf.dataset.sample_type
-        fields = () if issubclass(kind, CrudeSample) else field_names(kind)
-        by_fields.setdefault(fields, (kind.__name__, []))[1].append(leaf.dataset.path)
-    if len(by_fields) > 1:
-        types = "; ".join(f"{kind}: {', '.join(paths[:3])}" for kind, paths in by_fields.values())
-        raise ConfigurationError(
-            f"the datasets of the mix have different sample types ({types}), which {type(encoder).__name__} cannot "
-            f"put into one microbatch: {REMEDY_FOR_TYPES}. For validation, get_val_datasets keeps them apart"
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The plan.
-
 
 _FEWEST_GROUPS = 4
 """Row groups of a parquet file per lane and epoch, at least, for slices as long as a row group."""
@@ -316,7 +43,7 @@ class RunPlan:
     weights during the run.
     """
 
-    data: DatasetSpec
+    data: RunData
     config: WorkerConfig
     num_lanes: int
     leaves: tuple[Leaf, ...]
@@ -453,7 +180,7 @@ class RunPlan:
 
 
 def plan_run(
-    data: DatasetSpec,
+    data: RunData,
     config: WorkerConfig,
     num_lanes: int | None = None,
     changes: ChangedWeights = (),
@@ -531,7 +258,7 @@ def plan_run(
     )
 
 
-def run_day_of(data: DatasetSpec) -> Any:
+def run_day_of(data: RunData) -> Any:
     """Return the day that a task encoder writes into texts (`RunDay` of its templates), or None."""
     return getattr(data.settings.task_encoder, "run_day", None)
 
@@ -557,25 +284,7 @@ _SHARED_IN_MIXES = 768
 for many processes. 48 lanes share by 16 at most, 192 by 4."""
 
 
-def epochs_by_leaf(data: DatasetSpec) -> list[tuple[Fraction, OpenLeaf]]:
-    """Return the draws of all lanes in an epoch of each dataset that has a weight at the start of an endless run."""
-    shares = [Fraction(leaf.num_samples) for leaf in data.ordered]
-    if data.mode == "weights":
-        shares = [Fraction(weight) for weight in data.weights.at(0)]
-    elif data.mode == "repetitions":
-        shares = [size * leaf.share for size, leaf in zip(shares, data.ordered, strict=True)]
-    total = sum(shares)
-    each = zip(shares, data.ordered, strict=True)
-    return [(leaf.num_samples * total / share, leaf) for share, leaf in each if share]
-
-
-def _shortest_epoch(data: DatasetSpec) -> tuple[int, str]:
-    """Return the draws of all lanes in an epoch of the dataset that comes round first, and its path."""
-    epochs = [] if data.ends else [(int(draws), leaf.dataset.path) for draws, leaf in epochs_by_leaf(data)]
-    return min(epochs, default=(data.num_samples, data.ordered[0].dataset.path))
-
-
-def packing_buffers(data: DatasetSpec, lanes: int) -> int:
+def packing_buffers(data: RunData, lanes: int) -> int:
     """Return the packing buffers of an endless run: as many as lanes, or the largest divisor of it that is few enough.
 
     A run of one dataset has a buffer for each full one in an epoch, since buffers end with epochs, and for 64 samples.
@@ -597,7 +306,7 @@ def packing_buffers(data: DatasetSpec, lanes: int) -> int:
     return max(least, *(divisor for divisor in divisors if divisor <= max(1, most)))
 
 
-def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
+def _leaf(data: RunData, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
     shuffle = leaf.shuffle_epochs is not None
     # A pass has one lane, but slices as long as a run's.
     cut = default_num_lanes(1) if data.ends else lanes
@@ -624,9 +333,7 @@ def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
     return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux, amounts=leaf.amounts)
 
 
-def _blend(
-    data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights
-) -> AnyBlend | None:
+def _blend(data: RunData, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> AnyBlend | None:
     if data.buckets is not None:
         of_buckets: BucketBlend = data.buckets.blend(data.ordered, lanes, key_of("run", seed))
         return of_buckets
@@ -655,83 +362,3 @@ def _blend(
 def _shuffle_setting(epochs: int | None) -> bool | int:
     """Return how a leaf is shuffled, as states have it: False, True (each epoch), or the epochs shuffled as one."""
     return epochs is not None if epochs in (None, 1) else epochs
-
-
-def leaf_line(leaf: OpenLeaf) -> str:
-    """Describe a leaf in one line."""
-    dataset = leaf.dataset
-    kind = getattr(getattr(dataset, "sample_type", None), "__name__", "joined samples")
-    subset = "" if leaf.is_whole else f", samples {leaf.part.replace(':', ' to ', 1)}"
-    shards = counted(leaf.num_shards, "shard")
-    part = f" [{dataset.split_part}]" if dataset.split_part else ""
-    return f"{dataset.path}{part}{subset}: {counted(leaf.num_samples, kind)} in {shards}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The pipeline of one process, as the plan of its run wants it.
-
-
-_READ_BYTES = 256 << 20
-"""Bytes allowed for the rounds of all lanes of a process; beyond that, draws are read one microbatch at a time."""
-_FAR_READERS = 16
-"""Rounds read ahead at the same time if storage answers slowly."""
-_LEAST_AHEAD = 4
-"""Draws of a lane read ahead, at least, if rounds are too large."""
-_TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
-"""A lane reads several rounds of a leaf together, up to so many bytes and samples."""
-
-
-def open_pipeline(
-    plan: RunPlan,
-    threads: int | None = None,
-    delivered: Collection[int] = (),
-    watchdog: WatchdogSettings | None = None,
-    worker: WorkerFacts | None = None,
-) -> Pipeline:
-    """Build what loads, encodes and batches in one process.
-
-    Args:
-        threads: Overrides the number of threads in the configuration.
-    """
-    data = plan.data
-    config = plan.config
-    run = data.settings
-    decodes = run.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
-    if worker is not None and worker.careful:
-        threads = 0
-    elif threads is None:
-        threads = config.threads if decodes else 0
-        # A single loading thread would only pass the interpreter lock back and forth with the worker's own thread.
-        threads = 0 if config.num_workers and threads == 1 else threads
-    lanes = -(-plan.num_lanes // (config.dp_size * config.processes))
-    # Approximate bytes if every lane holds one sample of every leaf.
-    unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in data.leaves)
-    is_far = any(leaf.is_far for leaf in data.leaves)
-    settings = StreamSettings(
-        run=run,
-        config=config,
-        lanes=lanes,
-        num_lanes=plan.num_lanes,
-        threads=threads,
-        reads_rounds=unit * max(run.shuffle_buffer_size, 4 * run.parallel_shard_iters) <= _READ_BYTES,
-        read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
-        background_reads=_FAR_READERS if is_far else int(not config.num_workers),
-        draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
-        failure_log=data.failure_log,
-        delivered=delivered,
-        shortest_epoch=_shortest_epoch(data),
-        packs_by_epoch=plan.packs_by_epoch,
-        watchdog=watchdog,
-        worker=worker,
-    )
-    return Pipeline(plan.leaves, settings)
-
-
-def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
-    """Return whether decoding pays for threads: image decoders release the interpreter lock."""
-    if isinstance(dataset, JoinedDataset):
-        return any(_decodes_media(part.dataset) for part in dataset.parts)
-    if isinstance(dataset, JsonlDataset):
-        return False
-    field_map = dataset.field_map
-    return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)

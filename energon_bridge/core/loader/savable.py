@@ -26,19 +26,15 @@ import torch.utils.data
 from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, WrongUseError
 from energon_bridge.core.loader import document as doc
 from energon_bridge.core.loader.copies import Copies
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.fits import read_all
 from energon_bridge.core.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
+from energon_bridge.core.loader.no_dataloader import DATASET_IS_NO_LOADER, NotForDataLoader
+from energon_bridge.core.loader.opening import open_pipeline
 from energon_bridge.core.loader.pool import Engine, WorkerPool
 from energon_bridge.core.loader.position import Mode, OnMismatch, PassMode, Position, merged_state
-from energon_bridge.core.loader.run_plan import (
-    DATASET_IS_NO_LOADER,
-    IN_BUFFERS,
-    DatasetSpec,
-    NotForDataLoader,
-    epochs_by_leaf,
-    open_pipeline,
-    plan_run,
-)
+from energon_bridge.core.loader.run_data import epochs_by_leaf
+from energon_bridge.core.loader.run_plan import IN_BUFFERS, plan_run
 from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.registry import load
@@ -158,8 +154,11 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     def __len__(self) -> int:
         """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""
         known = self.spec.settings.conventions.listing_has_length or not self.spec.listed
-        finite = self.spec.ends and self.spec.settings.virtual_epoch_length is None and known
-        return self.spec.num_batches(self.config, self._position.end if finite else None)
+
+        def end() -> int:
+            return self._position.end if known else plan_run(self.spec, self.config).end_of_pass(0)
+
+        return self.spec.num_batches(self.config.dp_size, end)
 
     def __reduce__(self) -> NoReturn:
         raise WrongUseError(

@@ -31,7 +31,7 @@ from energon_bridge.tools.cli.run_options import (
 )
 
 if TYPE_CHECKING:
-    from energon_bridge.core.loader.run_plan import DatasetSpec
+    from energon_bridge.core.loader.dataset_spec import DatasetSpec
     from energon_bridge.tools.forecast.epochs import Forecast
     from energon_bridge.tools.preview.batches import ShownBatch
     from energon_bridge.tools.preview.sources import Drawn, SampleSource

@@ -16,8 +16,8 @@ from energon_bridge.core.format.foreign import format_named
 from energon_bridge.tools.cli.prepare_options import added, config_options
 
 if TYPE_CHECKING:
+    from energon_bridge.core.loader.dataset_spec import DatasetSpec
     from energon_bridge.core.loader.document import State
-    from energon_bridge.core.loader.run_plan import DatasetSpec
     from energon_bridge.tools.forecast.run import Run
 
 

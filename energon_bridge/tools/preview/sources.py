@@ -18,7 +18,9 @@ from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import ConfigurationError, EnergonError
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.loader.bans import look_up
-from energon_bridge.core.loader.run_plan import DatasetSpec, RunPlan, open_pipeline, plan_run
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.opening import open_pipeline
+from energon_bridge.core.loader.run_plan import RunPlan, plan_run
 from energon_bridge.core.order.choose import Picks
 from energon_bridge.core.stream.failures import SamplePlace
 from energon_bridge.core.stream.loading import load_picks

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import EnergonError
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import State, read
-from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.stream.state import COUNTERS
 
 MOST_POINTS = 1000

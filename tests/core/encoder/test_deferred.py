@@ -29,7 +29,7 @@ from energon_bridge import (
     get_train_dataset,
 )
 from energon_bridge.core.errors import DecodeError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml

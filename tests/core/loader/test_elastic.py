@@ -17,7 +17,7 @@ from made import made_once
 
 from energon_bridge import AugmentTaskEncoder, get_savable_loader
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 
 SHARDS = [5, 9, 1, 14, 8]  # 37 samples, 24 lanes: an epoch ends in nearly every step
 ENCODERS = ["tensors", "packing", "grouping", "batches"]

@@ -22,7 +22,7 @@ from mixing import metadataset
 
 from energon_bridge import EnergonDataloader, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.compat.conventions import EnergonConventions
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.stream.conventions import Conventions
 from energon_bridge.tools.forecast.epochs import forecast
 from energon_bridge.tools.forecast.run import run_of_mix

@@ -21,7 +21,7 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.core.errors import ConfigurationError, MaskedMicrobatchesError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.tools.testing import create_captioning_test_dataset

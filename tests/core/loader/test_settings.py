@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,13 @@ from energon_bridge import (
     get_train_dataset,
     get_val_dataset,
 )
+from energon_bridge.core import datasets
 from energon_bridge.core.errors import ConfigurationError, StateError
+from energon_bridge.core.stream.policy import ErrorPolicy
 from energon_bridge.core.stream.settings import RunSettings
 from energon_bridge.tools.columns.making import add_column
 from energon_bridge.tools.testing import create_captioning_test_dataset
+from energon_bridge.trainers import datamodule
 from energon_bridge.training.config_file import data_settings, dump_config, load_config
 
 DERIVED = {"kind", "cache_pool", "conventions"}
@@ -53,6 +57,65 @@ def test_the_data_module_takes_what_the_builders_take() -> None:
             del theirs["prefetch_factor"]  # it overrides that of a WorkerConfig
         assert theirs.keys() - own.keys() <= not_offered | by_position
         assert {name: theirs[name] for name in theirs.keys() & own.keys()}.items() <= own.items()
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "split_part": {"split_part": "other"},
+    "dataset_config": {"dataset_config": "other.yaml"},
+    "split_config": {"split_config": "other.yaml"},
+    "trust_remote_code": {"trust_remote_code": True},
+    "filter": {"filter": "number < 4"},
+    "checksums": {"checksums": "never"},
+    "shuffle_over_epochs_multiplier": {"shuffle_over_epochs_multiplier": 7},
+    "shuffle_buffer_size": {"shuffle_buffer_size": 7},
+    "max_samples_per_sequence": {"max_samples_per_sequence": 7},
+    "parallel_shard_iters": {"parallel_shard_iters": 7},
+    "virtual_epoch_length": {"virtual_epoch_length": 7},
+    "limit": {"limit": 7},
+    "group_by": {"group_by": ("number % 7",)},
+    "bucket_batch_size": {"bucket_batch_size": "7", "group_by": ("number",)},
+    "task_encoder": {"task_encoder": DefaultTaskEncoder()},
+    "batch_size": {"batch_size": 7},
+    "batch_drop_last": {"batch_drop_last": True},
+    "packing_buffer_size": {"packing_buffer_size": 7},
+    "max_tokens_per_microbatch": {"max_tokens_per_microbatch": 7},
+    "error_policy": {"error_policy": ErrorPolicy(tolerance=7)},
+}
+"""A value of each setting that is not its default, with what it needs."""
+
+
+@pytest.mark.parametrize("builder", [get_train_dataset, get_val_dataset])
+def test_every_argument_of_a_builder_is_in_its_record(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "_open", lambda path, settings, worker_config: settings)
+    assert OTHER.keys() == {field.name for field in fields(RunSettings)} - DERIVED
+    default = builder("data", batch_size=1)
+    for name in OTHER.keys() & keywords(builder).keys():
+        given = OTHER[name]
+        changed = builder("data", **{"batch_size": 1, **given})
+        assert getattr(changed, name) == given[name] != getattr(default, name)
+
+
+def test_every_argument_of_the_data_module_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: dict[str, dict[str, Any]] = {}
+    for name in ("get_train_dataset", "get_val_dataset", "WorkerConfig", "get_savable_loader"):
+
+        def keep(*_: Any, name: str = name, **given: Any) -> Any:
+            got[name] = given
+            return SimpleNamespace(dp_rank=0, dp_size=1)
+
+        monkeypatch.setattr(datamodule, name, keep)
+    names = list(keywords(EnergonMultiModalDataModule))
+    given: dict[str, Any] = {name: 1000 + number for number, name in enumerate(names[names.index("batch_drop_last") :])}
+    given |= {"shuffle_buffer_size": 7, "max_samples_per_sequence": 8, "packing_buffer_size": 9}
+    data = EnergonMultiModalDataModule("data", None, task_encoder=DefaultTaskEncoder(), **given)
+    data._load("train", 0)
+    received = got["get_train_dataset"] | got["WorkerConfig"] | got["get_savable_loader"]
+    assert {name: received[name] for name in given} == given
+    data._load("val", 0)
+    received = got["get_val_dataset"] | got["get_savable_loader"]
+    shared = keywords(get_val_dataset).keys() & given.keys() - {"batch_drop_last"}
+    assert {name: received[name] for name in shared} == {name: given[name] for name in shared}
+    assert received["on_mismatch"] == "refuse"
 
 
 def test_settings_arrive_where_they_belong(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ from energon_bridge.core.errors import (
     StepMismatchError,
     TooManyRanksError,
 )
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import FORMAT_VERSION, decode_column, encode_column, sign, write_lanes
-from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.loader.summary import rank_of
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.stream.state import LaneState

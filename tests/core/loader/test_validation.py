@@ -35,7 +35,7 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.core.errors import ConfigurationError, EmptyDatasetError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.order.topology import step_units
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))

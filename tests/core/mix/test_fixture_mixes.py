@@ -13,7 +13,8 @@ from engine import config_of, is_masked, loaders_of
 from rival_fixtures import Encoder, join_caption_and_text
 
 from energon_bridge import get_savable_loader, get_train_dataset
-from energon_bridge.core.loader.run_plan import DatasetSpec, plan_run
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.savable import SavableDataLoader
 
 Draw = tuple[str, int, int]

@@ -17,7 +17,7 @@ from mixes import many_datasets
 from energon_bridge import Blender, WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.core.errors import DatasetError, DatasetNotFoundError, ShardMissingError
 from energon_bridge.core.format import dataset as format_dataset
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.mix import opener as mix_index
 from energon_bridge.tools.testing import write_shard
 

@@ -28,7 +28,7 @@ from made import made_once
 
 from energon_bridge import SkipSample, get_val_dataset
 from energon_bridge.core.errors import EmptyDatasetError, SettingMismatchError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 
 SAMPLES = 61

@@ -22,7 +22,7 @@ from energon_bridge.core.errors import (
     FatalSampleError,
     SettingMismatchError,
 )
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.columns.making import add_column

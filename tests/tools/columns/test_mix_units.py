@@ -16,7 +16,7 @@ from engine import TensorEncoder, config_of, digest, loaders_of, numbers_of, tex
 
 from energon_bridge import Blender, WeightSchedule, get_train_dataset, get_val_dataset
 from energon_bridge.core.errors import ConfigurationError, EnergonError, MetadataError, SettingMismatchError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.mix import load_mix
 from energon_bridge.tools.cli.plan import describe
 from energon_bridge.tools.columns.making import add_column

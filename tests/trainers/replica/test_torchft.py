@@ -15,7 +15,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 from energon_bridge import get_val_dataset
 from energon_bridge.core.errors import ConfigurationError, WrongUseError
-from energon_bridge.core.loader.run_plan import DatasetSpec
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.trainers.torchft import ReplicaDataloader, gather_states
 
 LANES = 6
