@@ -28,7 +28,7 @@ from torch import Tensor
 from energon_bridge.core.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
 from energon_bridge.core.loader.document import State, leaf_rows, read
 from energon_bridge.core.loader.metrics import flat_metrics
-from energon_bridge.core.loader.position import merged_state
+from energon_bridge.core.loader.ranks import merged_state
 from energon_bridge.core.loader.run_plan import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
