@@ -18,10 +18,12 @@ from energon_bridge.core.format.key_index import find_keys, local_key_index, sta
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.core.format.tar_index import scan_tar
 from energon_bridge.core.loader.document import SavedRun
+from energon_bridge.core.loader.run_plan import RunPlan
 from energon_bridge.core.mix.leaves import OpenLeaf
-from energon_bridge.core.order.changes import Ban, LeafBans, with_ban, with_samples
+from energon_bridge.core.order.changes import Ban, LeafBans, new_keys, with_ban, with_samples
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.storage import open_store
+from energon_bridge.core.stream.state import LARGEST
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples by key: looked up in the key index of a dataset, or in the headers of its shards.
@@ -134,18 +136,51 @@ Found = dict[str, IntArray]
 """The samples of a dataset by key."""
 
 
-def leaves_of_path(leaves: Sequence[OpenLeaf], path: str) -> list[OpenLeaf]:
-    """Return the leaves of the dataset at a path; all leaves if no path is given.
+def checked_path(leaves: Sequence[OpenLeaf], path: str) -> str:
+    """Return the path of the only dataset in which samples are banned; empty: all.
 
     Raises:
         ConfigurationError: The mix has no such dataset.
     """
-    found = [leaf for leaf in leaves if path in ("", leaf.dataset.path)]
-    if not found:
+    if not _leaves_of(leaves, path):
         raise ConfigurationError(
             f"ban: dataset={path!r} is not the path of a dataset of the mix, which has {_paths(leaves)}"
         )
-    return found
+    return path
+
+
+def _leaves_of(leaves: Sequence[OpenLeaf], path: str) -> list[OpenLeaf]:
+    return [leaf for leaf in leaves if path in ("", leaf.dataset.path)]
+
+
+def with_new_ban(
+    plan: RunPlan, bans: tuple[Ban, ...], ban: Ban, *, ignore_unknown: bool
+) -> tuple[tuple[Ban, ...], RunPlan]:
+    """Return the bans of a run and its plan with one more ban; as they are, if its keys are banned already.
+
+    Raises:
+        ConfigurationError: A key is unknown.
+        EmptyDatasetError: Nothing would be left.
+    """
+    new = new_keys(bans, ban)
+    if not new:
+        return bans, plan
+    leaves = _leaves_of(plan.data.leaves, ban.dataset)
+    found = look_up(leaves, new)
+    known = frozenset().union(*found)
+    unknown = [key for key in new if key not in known]
+    if unknown:
+        where = ban.dataset or "the datasets of the mix"
+        text = f"ban: {len(unknown)} of {len(ban.keys)} keys are not in {where}: {_named(unknown)}"
+        if not ignore_unknown:
+            raise ConfigurationError(
+                f"{text}. Nothing was banned. Correct the keys (`energon which` shows them), or pass "
+                "ignore_unknown=True if they belong to datasets that this run does not read"
+            )
+        logger.warning(text)
+    banned = _with_found(plan.banned, leaves, found, ban.start)
+    _check_left(banned, plan.data.leaves)
+    return with_ban(bans, ban), plan.with_banned(banned)
 
 
 def look_up(leaves: Sequence[OpenLeaf], keys: Sequence[str]) -> list[Found]:
@@ -161,7 +196,7 @@ def look_up(leaves: Sequence[OpenLeaf], keys: Sequence[str]) -> list[Found]:
     return found
 
 
-def with_found(
+def _with_found(
     banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf], found: Sequence[Found], start: int
 ) -> dict[str, LeafBans]:
     """Return the banned samples by identity, with those found in some leaves added from a global draw on."""
@@ -174,7 +209,7 @@ def with_found(
     return more
 
 
-def check_left(banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf]) -> None:
+def _check_left(banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf]) -> None:
     """Check that bans leave something of a mix.
 
     Raises:
@@ -196,7 +231,7 @@ def banned_of(saved: SavedRun, bans: Sequence[Ban], leaves: Sequence[OpenLeaf]) 
     fresh = [leaf for leaf in leaves if leaf.identity not in there]
     for ban in bans:
         some = [leaf for leaf in fresh if ban.dataset in ("", leaf.dataset.path)]
-        banned = with_found(banned, some, look_up(some, ban.keys), ban.start)
+        banned = _with_found(banned, some, look_up(some, ban.keys), ban.start)
     return banned
 
 
@@ -231,7 +266,14 @@ def checked_keys(keys: Iterable[str]) -> list[str]:
     return given
 
 
-def named_keys(keys: Sequence[str]) -> str:
+def checked_start(from_draw: int | None) -> int | None:
+    """Return the global draw from which samples are to be banned; raises ConfigurationError if it is none."""
+    if from_draw is not None and (type(from_draw) is not int or not 0 <= from_draw <= LARGEST):
+        raise ConfigurationError(f"ban: from_draw must be an integer of at least 0, got {from_draw!r}")
+    return from_draw
+
+
+def _named(keys: Sequence[str]) -> str:
     """Name the first few keys and how many there are."""
     shown = ", ".join(map(repr, keys[:_NAMED]))
     return shown if len(keys) <= _NAMED else f"{shown} and {len(keys) - _NAMED} more"

@@ -40,7 +40,8 @@ class RunPlan:
     """A dataset cut into lanes (finite passes have one lane), and the ranks that it is for.
 
     `recorded` has everything that the order depends on besides the leaves, as states have it; `changes` are those of
-    weights during the run.
+    weights during the run; `day` is the one that the task encoder writes into texts (`RunDay` of its templates), or
+    None.
     """
 
     data: RunData
@@ -50,12 +51,12 @@ class RunPlan:
     blend: AnyBlend | None
     changes: ChangedWeights
     recorded: dict[str, Any]
+    day: Any
 
     @property
     def settings(self) -> dict[str, Any]:
         """What states record: all that the order depends on, and the day that samples were encoded on."""
-        day = run_day_of(self.data)
-        return self.recorded | ({} if day is None else {"today": day.today.isoformat()})
+        return self.recorded | ({} if self.day is None else {"today": self.day.today.isoformat()})
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
@@ -125,7 +126,8 @@ class RunPlan:
         """Return the plan for other lanes, weights, blocks and buffers (None: the same); settings and bans stay."""
         own = {leaf.identity: leaf.order.block for leaf in self.leaves if leaf.order.shuffle}
         blocks = own if blocks is None else blocks
-        given = {identity: blocks.get(identity, self.data.block) for identity in own}
+        other = self.data.block if own.keys() - blocks.keys() else 0
+        given = {identity: blocks.get(identity, other) for identity in own}
         had = self.recorded.get(PACKING_BUFFERS, 0)
         buffers = had if buffers is None else buffers
         if (num_lanes, changes, given, buffers) == (self.num_lanes, self.changes, own, had):
@@ -241,7 +243,8 @@ def plan_run(
     if getattr(decoder, "autorotate", False):
         settings["autorotate"] = True
     settings |= getattr(data.settings.task_encoder, "pixel_settings", {})
-    _agree_on_day(run_day_of(data))
+    day = getattr(data.settings.task_encoder, "run_day", None)
+    _agree_on_day(day)
     # A pass has the same order whoever delivers it.
     cut = 1 if data.ends else settings.get(PACKING_BUFFERS, lanes)
     leaves = tuple(
@@ -255,12 +258,8 @@ def plan_run(
         blend=_blend(data, leaves, cut, seed, changes),
         changes=changes,
         recorded=settings,
+        day=day,
     )
-
-
-def run_day_of(data: RunData) -> Any:
-    """Return the day that a task encoder writes into texts (`RunDay` of its templates), or None."""
-    return getattr(data.settings.task_encoder, "run_day", None)
 
 
 def _agree_on_day(day: Any) -> None:

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from types import GenericAlias
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, get_args
 
 import torch
 import torch.utils.data
 
-from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, WrongUseError
+from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, WrongUseError, check_choice
 from energon_bridge.core.loader import document as doc
 from energon_bridge.core.loader.copies import Copies
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
@@ -32,7 +32,8 @@ from energon_bridge.core.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, ch
 from energon_bridge.core.loader.no_dataloader import DATASET_IS_NO_LOADER, NotForDataLoader
 from energon_bridge.core.loader.opening import open_pipeline
 from energon_bridge.core.loader.pool import Engine, WorkerPool
-from energon_bridge.core.loader.position import Mode, OnMismatch, PassMode, Position, merged_state
+from energon_bridge.core.loader.position import EndlessRun, FinitePass, OnMismatch, Position
+from energon_bridge.core.loader.ranks import merged_state
 from energon_bridge.core.loader.run_data import epochs_by_leaf
 from energon_bridge.core.loader.run_plan import IN_BUFFERS, plan_run
 from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
@@ -96,10 +97,11 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self.spec = dataset
         self.config = config = worker_config or dataset.worker_config
         self.on_mismatch = on_mismatch
+        check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
         for groups in trainer_groups():
             groups.check_data_parallel(config.dp_rank, config.dp_size, by_group=config.data_parallel_group is not None)
         dataset.check_types()
-        self._position = Position(plan_run(dataset, config), PassMode() if dataset.ends else Mode())
+        self._position: Position = (FinitePass if dataset.ends else EndlessRun)(plan_run(dataset, config))
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
@@ -135,9 +137,9 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator type
         self._check_process()
         position = self._position
-        if self.spec.ends:
+        if isinstance(position, FinitePass):
             in_order = not self.spec.shuffled  # validation starts again, training continues
-            if position.mode.is_over(position) or (in_order and not self._resumed):
+            if position.is_over or (in_order and not self._resumed):
                 position.rewind()
                 # Workers that run on have the listing of the pass that they were started in.
                 listed = self.spec.shuffled and self.spec.listed
@@ -156,7 +158,10 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         known = self.spec.settings.conventions.listing_has_length or not self.spec.listed
 
         def end() -> int:
-            return self._position.end if known else plan_run(self.spec, self.config).end_of_pass(0)
+            position = self._position
+            if known and isinstance(position, FinitePass):
+                return position.end
+            return plan_run(self.spec, self.config).end_of_pass(0)
 
         return self.spec.num_batches(self.config.dp_size, end)
 
@@ -185,12 +190,12 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         virtual = self.spec.settings.virtual_epoch_length
         if virtual is not None and position.epoch_steps >= virtual:
             raise StopIteration
-        while not (mode := position.mode).is_over(position):
-            if mode.is_masked(position):
+        while not position.is_over:
+            if position.is_masked:
                 position.advance()
                 return self._masked()
             item = self._taken()
-            mode.take(position, item)
+            position.take(item)
             position.advance()
             position.counts.add(item.counts)
             if not position.ownership.even:
@@ -212,7 +217,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         virtual = self.spec.settings.virtual_epoch_length
         if virtual is not None:
             return position.epoch_steps >= virtual
-        return position.mode.is_over(position) if self.spec.ends else not self._steps % self._epoch_length
+        return position.is_over if self.spec.ends else not self._steps % self._epoch_length
 
     def _pull(self) -> LaneBatch:
         try:
@@ -341,7 +346,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def _due(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
-        return self._position.mode.units(self._position, self._began)
+        return self._position.units(self._began)
 
     def _opened(self) -> Iterator[LaneBatch]:
         """Start making the units from the delivered position on, here or in workers."""
@@ -373,9 +378,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         )
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
-        position = self._position.copied()
-        position.plan = position.plan.without_group()
+        position = self._position.for_worker()
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
             assert item.state is not None  # only endless streams hold something back
             position.lanes[lane] = item.state
@@ -484,9 +487,11 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         Raises:
             StateError: One of its subclasses, saying what does not fit.
         """
+        if on_mismatch is not None:
+            check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
         saved = read_all(state if isinstance(state, (list, tuple)) else [state])
         before = self._position.plan.num_lanes
-        self._position.restore(saved, on_mismatch or self.on_mismatch)
+        self._position.go_on_from(saved, on_mismatch or self.on_mismatch)
         self._stop()
         self._last = None
         self._resumed = True

@@ -30,7 +30,7 @@ import torch
 import torch.utils.data
 
 from energon_bridge.core.errors import LoaderError
-from energon_bridge.core.loader.position import Position
+from energon_bridge.core.loader.position import FinitePass, Position
 from energon_bridge.core.loader.processes import Board, StackFile, StartMethod, start_process
 from energon_bridge.core.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.core.order.rng import key_of
@@ -78,7 +78,7 @@ class Work:
         position: A copy of the delivered position, whose plan says what is loaded.
         ahead: Microbatches that it may make ahead.
         held_back: Units at the beginning that the training process has already (`SavableDataLoader._masked`).
-        began: Microbatch at which the pass was divided (`Mode.units`).
+        began: Microbatch at which the pass was divided (`Position.units`).
         barred, careful: As in `WorkerFacts`.
     """
 
@@ -97,6 +97,7 @@ class Work:
         began = self.began
         held_back = self.held_back
         if again:
+            assert isinstance(position, FinitePass)
             position.rewind()
             began = held_back = 0
         facts = WorkerFacts(
@@ -106,8 +107,8 @@ class Work:
             barred=self.barred,
             careful=self.careful,
         )
-        due = itertools.islice(position.mode.units(position, began), held_back, None)
-        idle = position.mode.by_lane and self.number >= len(position.own_lanes)  # else it would look for ever
+        due = itertools.islice(position.units(began), held_back, None)
+        idle = position.by_lane and self.number >= len(position.own_lanes)  # else it would look for ever
         units = iter(()) if idle else (unit for unit, worker in due if worker == self.number)
         stream = position.stream(self.watchdog, facts)
         if arena is not None:

@@ -29,7 +29,7 @@ from energon_bridge.core.errors import BalanceError, ConfigurationError, StepMis
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import State, leaf_rows, read
 from energon_bridge.core.loader.metrics import flat_metrics
-from energon_bridge.core.loader.position import merged_state
+from energon_bridge.core.loader.ranks import merged_state
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.samples.base import pin_value

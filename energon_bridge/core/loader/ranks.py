@@ -1,0 +1,46 @@
+"""What the data-parallel ranks of a run tell each other: a draw from which a change holds, and their states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from energon_bridge.core.errors import ConfigurationError, LoaderError
+from energon_bridge.core.loader.document import State
+from energon_bridge.core.loader.fits import merge
+
+
+def agreed(what: str, own: int, choose: Callable[[list[int]], int], ranks: int, group: Any) -> int:
+    """Return the global draw that all ranks of a group agree on: `choose` picks it from the values of all of them."""
+    if ranks == 1:
+        return own
+    if not torch.distributed.is_initialized():
+        raise ConfigurationError(f"{what}: pass the same from_draw on every rank, or initialize torch.distributed")
+    found: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(found, own, group=group)
+    return choose(found)
+
+
+def merged_state(own: State, ranks: int, group: Any, global_dst_rank: int | None = None) -> State | None:
+    """Return the state of the whole run from those of its data-parallel ranks, all of which must call it.
+
+    Args:
+        own: The state of this rank.
+        ranks: How many there are.
+        group: Their process group; None: that of all processes.
+        global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
+    """
+    if ranks == 1:
+        return own
+    if not torch.distributed.is_initialized():
+        raise LoaderError(
+            f"save_state_global needs torch.distributed to reach the other {ranks - 1} ranks: initialize "
+            "it, or save save_state_rank() of every rank and pass the list of them to restore_state_rank"
+        )
+    states: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(states, own, group=group)
+    if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
+        return None
+    return merge(states)
