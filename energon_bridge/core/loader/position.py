@@ -32,7 +32,7 @@ from energon_bridge.core.loader.run_plan import PACKING_BUFFERS, RunPlan, open_p
 from energon_bridge.core.mix import parse_weight
 from energon_bridge.core.mix.weights import GivenWeights
 from energon_bridge.core.order.changes import Ban, new_keys, with_ban
-from energon_bridge.core.order.choose import BucketBlend, standing
+from energon_bridge.core.order.choose import BlendOfBuckets, standing
 from energon_bridge.core.order.topology import Ownership, first_microbatch, lane_units, microbatches_before, step_units
 from energon_bridge.core.stream.finite import FiniteStream, Listing, drawn_rows, listed_rows, listing_of_pass
 from energon_bridge.core.stream.lane import LaneStreams, Stream
@@ -509,7 +509,7 @@ class Mode:
         for lane in self.needed_lanes(at.ownership, at.plan.config.dp_rank):
             microbatches = microbatches_before(lane, at.microbatches, lanes)
             if at.plan.data.buckets is not None:
-                draws = cast(BucketBlend, at.plan.blend).leaf_draws(lane, microbatches)
+                draws = cast(BlendOfBuckets, at.plan.blend).leaf_draws(lane, microbatches)
                 at.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
                 continue
             sharers = lanes // at.plan.streams
