@@ -1,8 +1,8 @@
 """One run of `trainer: megatron`, from its configuration to `predictions.jsonl`.
 
-The run folder is as with the Lightning trainer (see `training.run`), except for the checkpoints. The pure data-parallel
-rank determines the batches of a replica, which all its ranks load, or receive
-from one with `parallel.replica_loading: one_rank`.
+The run folder is as with the Lightning trainer (see `training.run_folder`), except for the checkpoints. The pure data-
+parallel rank determines the batches of a replica, which all its ranks load, or receive from one with
+`parallel.replica_loading: one_rank`.
 """
 
 from __future__ import annotations
@@ -77,11 +77,10 @@ from energon_bridge.training.module import record_losses
 from energon_bridge.training.presets import ModelBundle
 from energon_bridge.training.run import (
     RunResult,
-    build_data_module,
-    build_feedback,
     main_rank_first,
     report_title,
 )
+from energon_bridge.training.run_data import build_data_module, build_feedback
 from energon_bridge.training.run_folder import discard_replaced, kept_description, prepare_run_dir
 from energon_bridge.training.run_model import load_bundle
 

@@ -616,7 +616,7 @@ def test_pages_are_served_to_this_machine_only(captions: Path) -> None:
 
 
 def test_a_configuration_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "energon_bridge.training.run", None)
+    monkeypatch.setitem(sys.modules, "energon_bridge.training.run_data", None)
     load.cache_clear()  # it may have been imported before
     assert "pip install 'energon-bridge[lightning,hf]'" in energon("preview", "--config", CONFIG).output
 
