@@ -1,7 +1,7 @@
-"""What the package looks like in numbers: modules, importers, circles, and the files that a sample and a state pass.
+"""What the package looks like in numbers: modules, importers, types of one name, and the files of a sample and a state.
 
     python scripts/house.py            # the numbers
-    python scripts/house.py --list     # also: modules with one importer, and the files of each way
+    python scripts/house.py --list     # also: modules with one importer, types of one name, and the files of each way
 
 A module with one importer is one that only one other module imports (commands, which are found by name, are none).
 The way of a sample is every file of the package in which a function runs while one microbatch is delivered, once the
@@ -61,6 +61,21 @@ def head_lines(tree: ast.Module) -> int:
     return lines
 
 
+def types_of_one_name(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Return the names that classes and aliases of types in several modules have, but for those of the drop-in."""
+    places = defaultdict(list)
+    for module, tree in trees.items():
+        for node in tree.body if not module.startswith(f"{PACKAGE.name}.compat") else ():
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                for name in names:
+                    if name[:1].isupper() and not name.isupper():
+                        places[name].append(module)
+    return {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
 def files_of(act: Callable[[], Any]) -> list[str]:
     """Return the files of the package in which a function runs during `act`."""
     seen: set[str] = set()
@@ -115,6 +130,10 @@ def main() -> None:
     print(f"{len(single)} modules with one importer")
     for name, who in sorted(single.items()) if listed else ():
         print(f"    {texts[name].count(chr(10)):4d} {name.partition('.')[2]:40} <- {who.partition('.')[2]}")
+    types = types_of_one_name(trees)
+    print(f"{len(types)} names of several types")
+    for name, modules in sorted(types.items()) if listed else ():
+        print(f"    {name:20} {', '.join(module.partition('.')[2] for module in modules)}")
     carriers = [name for name in trees if "WorkerConfig" in texts[name] and takes_config(trees[name])]
     for what, files in {**ways(), "a WorkerConfig": carriers}.items():
         print(f"{what}: {len(files)} files")

@@ -163,7 +163,7 @@ class Headers(dict[str, str]):
         return dict.get(self, name.lower(), default)
 
 
-class Answer:
+class HttpAnswer:
     """A response with a body of known length: the part of `http.client.HTTPResponse` that is used here."""
 
     def __init__(self, sock: socket.socket, status: int, headers: Headers, length: int, rest: memoryview) -> None:
@@ -207,7 +207,7 @@ class Answer:
 
 def get(
     connection: http.client.HTTPConnection, scheme: str, place: str, target: str, headers: Mapping[str, str]
-) -> Answer | http.client.HTTPResponse:
+) -> HttpAnswer | http.client.HTTPResponse:
     """Send a request and read the head of the response.
 
     Args:
@@ -249,7 +249,7 @@ def get(
     return response
 
 
-def _usual(sock: socket.socket, head: bytes, rest: memoryview) -> Answer | None:
+def _usual(sock: socket.socket, head: bytes, rest: memoryview) -> HttpAnswer | None:
     """Return a response of the usual form, or None: in doubt http.client decides what it means."""
     first, *lines = head.split(b"\r\n")
     version, _, status = first.partition(b" ")
@@ -266,7 +266,7 @@ def _usual(sock: socket.socket, head: bytes, rest: memoryview) -> Answer | None:
     length = headers.get("content-length")
     if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
         return None
-    return Answer(sock, int(status[:3]), headers, int(length), rest)
+    return HttpAnswer(sock, int(status[:3]), headers, int(length), rest)
 
 
 class _Replayed:
@@ -278,10 +278,10 @@ class _Replayed:
 
     def makefile(self, mode: str) -> io.BufferedReader:
         """Return a stream that starts with these bytes."""
-        return io.BufferedReader(_Stream(self._seen, self._sock))
+        return io.BufferedReader(_AnswerStream(self._seen, self._sock))
 
 
-class _Stream(io.RawIOBase):
+class _AnswerStream(io.RawIOBase):
     def __init__(self, seen: memoryview, sock: socket.socket) -> None:
         self._seen = seen
         self._sock = sock

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
-from energon_bridge.cloud.answers import Answer, Connections, allow_silence, get, place_of
+from energon_bridge.cloud.answers import Connections, HttpAnswer, allow_silence, get, place_of
 from energon_bridge.core.storage.base import MADE
 from energon_bridge.core.storage.helpers import Helpers, PerProcess
 from energon_bridge.core.storage.stalls import Stalls
@@ -125,7 +125,7 @@ class _Busy(Exception):  # noqa: N818
 
 
 @dataclass(slots=True)
-class Piece:
+class RequestedPiece:
     """Bytes [start, start + length) of an object; with `upto`, as many of them as exist."""
 
     origin: Origin
@@ -173,7 +173,7 @@ class _Call:
 
     __slots__ = ("attempts", "broken", "due", "failures", "fetch", "hedge_at", "number", "patience", "piece", "since")
 
-    def __init__(self, fetch: _Fetch, number: int, piece: Piece) -> None:
+    def __init__(self, fetch: _Fetch, number: int, piece: RequestedPiece) -> None:
         self.fetch = fetch
         self.number = number
         self.piece = piece
@@ -196,7 +196,7 @@ class _Fetch:
 
     __slots__ = ("bodies", "left", "news", "running", "seconds", "silence", "waiting")
 
-    def __init__(self, pieces: Sequence[Piece], seconds: float | None) -> None:
+    def __init__(self, pieces: Sequence[RequestedPiece], seconds: float | None) -> None:
         self.seconds = seconds
         self.silence = _SILENCE_SECONDS if seconds is None else min(_SILENCE_SECONDS, seconds)
         self.bodies: list[Body | None] = [None] * len(pieces)
@@ -220,7 +220,7 @@ class Client:
         self._typical = 0.0
         weakref.finalize(self, self._connections.close)
 
-    def fetch(self, pieces: Sequence[Piece], stalls: Stalls) -> list[Body]:
+    def fetch(self, pieces: Sequence[RequestedPiece], stalls: Stalls) -> list[Body]:
         """Fetch pieces of objects.
 
         Args:
@@ -467,49 +467,28 @@ class Client:
                 response.close()
                 connection.close()
 
-    def _read(self, attempt: _Attempt, response: Answer | http.client.HTTPResponse, first: int) -> bool:
+    def _read(self, attempt: _Attempt, response: HttpAnswer | http.client.HTTPResponse, first: int) -> bool:
         """Read a body; return whether the whole response was read."""
         piece = attempt.call.piece
         body = attempt.body
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-        end = piece.start + piece.length
         if body.got and (version != body.version or response.status == 200):
             body.got = 0  # a new version, or the whole object again
             if response.status == 206:
                 raise _Busy("the object changed while it was read")
-        if response.status == 200:
-            length = response.length
-            if piece.upto and piece.start == 0:
-                if length is None:
-                    data = response.read()
-                    body.data = bytearray(data)
-                    body.got = len(data)
-                    body.total = len(data)
-                    return True
-                body.total = length
-                body.version = version
-                if piece.length < length and piece.length == 1:
-                    return False  # only the size was requested
-                end = length
-            elif piece.start or length != piece.length:
-                raise WholeFile(-1 if length is None else length)
-            else:
-                body.total = length
-        else:
-            said = response.headers.get("Content-Range", f"bytes {first}-{first + (response.length or 0) - 1}/*")
-            if said.endswith("/0") and response.length == 0 and piece.upto and first == 0:
-                body.data, body.got, body.total = bytearray(), 0, 0  # Azurite's answer for an empty object
+        if response.status == 200 and piece.upto and piece.start == 0:
+            if response.length is None:
+                data = response.read()
+                body.data = bytearray(data)
+                body.got = body.total = len(data)
                 return True
-            match = _CONTENT_RANGE.fullmatch(said.strip())
-            if match is None or match[1] is None or int(match[1]) != first:
-                raise Refused(206, {}, "", f"requested bytes from {first} on, got Content-Range: {said!r}")
-            body.total = None if match[3] == "*" else int(match[3])
-            if body.total is not None and end > body.total:
-                if not piece.upto:
-                    raise TooShort(body.total)
-                end = body.total
-            elif piece.upto and body.total is None:
-                end = int(match[2]) + 1
+            if piece.length < response.length and piece.length == 1:
+                body.total = response.length
+                body.version = version
+                return False  # only the size was requested
+        end = self._end_of_body(piece, body, response, first)
+        if end is None:
+            return True
         body.version = version
         length = end - piece.start
         if len(body.data) != length:
@@ -522,7 +501,32 @@ class Client:
             body.got += count
         return True
 
-    def _other(self, piece: Piece, body: Body, response: Answer | http.client.HTTPResponse) -> str:
+    def _end_of_body(
+        self, piece: RequestedPiece, body: Body, response: HttpAnswer | http.client.HTTPResponse, first: int
+    ) -> int | None:
+        """Return where the bytes of a response end in the object, None for an empty object; notes its size."""
+        end = piece.start + piece.length
+        if response.status == 200:
+            whole = piece.upto and piece.start == 0
+            if not whole and (piece.start or response.length != piece.length):
+                raise WholeFile(-1 if response.length is None else response.length)
+            body.total = response.length
+            return response.length if whole else end
+        said = response.headers.get("Content-Range", f"bytes {first}-{first + (response.length or 0) - 1}/*")
+        if said.endswith("/0") and response.length == 0 and piece.upto and first == 0:
+            body.data, body.got, body.total = bytearray(), 0, 0  # Azurite's answer for an empty object
+            return None
+        match = _CONTENT_RANGE.fullmatch(said.strip())
+        if match is None or match[1] is None or int(match[1]) != first:
+            raise Refused(206, {}, "", f"requested bytes from {first} on, got Content-Range: {said!r}")
+        body.total = None if match[3] == "*" else int(match[3])
+        if body.total is not None and end > body.total:
+            if not piece.upto:
+                raise TooShort(body.total)
+            return body.total
+        return int(match[2]) + 1 if piece.upto and body.total is None else end
+
+    def _other(self, piece: RequestedPiece, body: Body, response: HttpAnswer | http.client.HTTPResponse) -> str:
         """Return the URL that a response without data redirects to; raise an error for all others."""
         status = response.status
         headers = response.headers
@@ -551,7 +555,7 @@ class Client:
 
     def _send(
         self, attempt: _Attempt, url: str, headers: Mapping[str, str], silence: float
-    ) -> tuple[http.client.HTTPConnection, Answer | http.client.HTTPResponse]:
+    ) -> tuple[http.client.HTTPConnection, HttpAnswer | http.client.HTTPResponse]:
         """Send a request on an idle connection or a new one; return it with the head of the response."""
         parts = urlsplit(url)
         scheme = parts.scheme

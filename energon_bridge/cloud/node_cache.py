@@ -79,9 +79,9 @@ class Version:
         return f"{_hash(f'{self.url} {self.tag} {self.size} {block}')}.block"
 
 
-Place = tuple[Version, int]
+RemoteBlock = tuple[Version, int]
 """A block of a version."""
-Span = tuple[int, int]
+NeededBytes = tuple[int, int]
 """Start and end of the bytes needed within a block."""
 
 
@@ -94,7 +94,7 @@ class NodeCache:
         self._written = -1
         self._refused = 0.0
         self._known: dict[str, tuple[float, Version]] = {}
-        self._first: set[Place] = set()
+        self._first: set[RemoteBlock] = set()
 
     def versions(self, urls: Sequence[str], ask: Callable[[list[int]], list[Version]]) -> list[Version]:
         """Return the versions at some URLs; `ask` requests those of the given numbers."""
@@ -124,8 +124,8 @@ class NodeCache:
         return [known[number] for number in range(len(urls))]
 
     def blocks(
-        self, wanted: Mapping[Place, Sequence[Span]], fetch: Callable[[list[Place]], list[bytes]]
-    ) -> dict[Place, memoryview]:
+        self, wanted: Mapping[RemoteBlock, Sequence[NeededBytes]], fetch: Callable[[list[RemoteBlock]], list[bytes]]
+    ) -> dict[RemoteBlock, memoryview]:
         """Return blocks; `fetch` gets those that are not in the cache.
 
         Args:
@@ -133,16 +133,16 @@ class NodeCache:
                 from the disk are undefined.
             fetch: Returns complete blocks.
         """
-        blocks: dict[Place, memoryview] = {}
-        fetched: set[Place] = set()
+        blocks: dict[RemoteBlock, memoryview] = {}
+        fetched: set[RemoteBlock] = set()
 
-        def load(place: Place) -> bool:
+        def load(place: RemoteBlock) -> bool:
             data = self._load_block(*place, wanted[place])
             if data is not None:
                 blocks[place] = data
             return data is not None
 
-        def make(places: list[Place]) -> None:
+        def make(places: list[RemoteBlock]) -> None:
             for place, data in zip(places, fetch(places), strict=True):
                 blocks[place] = memoryview(data)
                 fetched.add(place)
@@ -152,16 +152,16 @@ class NodeCache:
         self._count(blocks, fetched)
         return blocks
 
-    def put(self, place: Place, data: bytes) -> None:
+    def put(self, place: RemoteBlock, data: bytes) -> None:
         """Store a block that came with the response that named the version, if the disk accepts it."""
         self._first.add(place)
         self._put(place, data)
 
-    def _put(self, place: Place, data: bytes) -> None:
+    def _put(self, place: RemoteBlock, data: bytes) -> None:
         version, block = place
         self._publish(version.name(block), data, _checksums(data))
 
-    def _count(self, blocks: dict[Place, memoryview], fetched: set[Place]) -> None:
+    def _count(self, blocks: dict[RemoteBlock, memoryview], fetched: set[RemoteBlock]) -> None:
         """Update the counters: blocks that this process fetched are misses, the others hits."""
         hits = misses = hit_bytes = miss_bytes = 0
         for place, data in blocks.items():
@@ -261,7 +261,7 @@ class NodeCache:
             return None
         return version if version.url == url and self._know(version, since) > 0 else None
 
-    def _load_block(self, version: Version, block: int, spans: Sequence[Span]) -> memoryview | None:
+    def _load_block(self, version: Version, block: int, spans: Sequence[NeededBytes]) -> memoryview | None:
         path = self._path(version.name(block))
         length = version.length(block)
         pieces = -(-length // PIECE)

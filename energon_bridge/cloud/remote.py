@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from energon_bridge.cloud.buckets import BUCKETS, Bucket, HttpBucket, server_address, store_settings
-from energon_bridge.cloud.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
-from energon_bridge.cloud.node_cache import BLOCK, Place, Span, Version, node_cache
+from energon_bridge.cloud.http import Body, Client, GaveUp, Refused, RequestedPiece, TooShort, WholeFile, shared_client
+from energon_bridge.cloud.node_cache import BLOCK, NeededBytes, RemoteBlock, Version, node_cache
 from energon_bridge.core.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
 from energon_bridge.core.storage.base import Rooted, changed_file, short_read
 from energon_bridge.core.storage.helpers import PerProcess
@@ -61,7 +61,7 @@ class RemoteStore(Rooted):
         with self._naming(""):
             try:
                 if isinstance(bucket, HttpBucket):
-                    client.fetch([Piece(bucket, self._prefix, 0, 1, True)], self._stalls)
+                    client.fetch([RequestedPiece(bucket, self._prefix, 0, 1, True)], self._stalls)
                     return
                 if any(True for _ in bucket.list(self._prefix, 1)):
                     return
@@ -152,7 +152,7 @@ class RemoteStore(Rooted):
         spans = [merged(offsets, lengths) for _, offsets, lengths in wanted]
         bucket = self._place()[1]
         pieces = [
-            Piece(bucket, self._prefix + rel, start, min(_PIECE, high - start), False)
+            RequestedPiece(bucket, self._prefix + rel, start, min(_PIECE, high - start), False)
             for (rel, _, _), here in zip(wanted, spans, strict=True)
             for low, high, _ in here
             for start in range(low, high, _PIECE)
@@ -230,7 +230,7 @@ class RemoteStore(Rooted):
                 if version.tag:
                     self._check(rel, version.size, version.tag)
             names = {version.url: rel for version, rel in zip(versions, rels, strict=True)}
-            places: dict[Place, list[Span]] = {}
+            places: dict[RemoteBlock, list[NeededBytes]] = {}
             for version, (_, offsets, lengths) in zip(versions, wanted, strict=True):
                 for offset, length in zip(offsets, lengths, strict=True):
                     if not version.tag or offset < 0 or length < 0 or offset + length > version.size:
@@ -256,9 +256,9 @@ class RemoteStore(Rooted):
             ]
         return None
 
-    def _blocks(self, places: Sequence[Place], names: dict[str, str]) -> list[bytes]:
+    def _blocks(self, places: Sequence[RemoteBlock], names: dict[str, str]) -> list[bytes]:
         """Fetch blocks; adjacent blocks share a request."""
-        runs: list[list[Place]] = []
+        runs: list[list[RemoteBlock]] = []
         for version, block in places:
             if runs and runs[-1][-1] == (version, block - 1) and len(runs[-1]) < _PIECE // BLOCK:
                 runs[-1].append((version, block))
@@ -332,10 +332,10 @@ class RemoteStore(Rooted):
             place = here[settings] = shared_client(), _bucket(self._protocol, self._bucket_name, settings)
         return place
 
-    def _piece(self, rel: str, start: int, length: int, *, upto: bool = False) -> Piece:
-        return Piece(self._place()[1], self._prefix + rel, start, length, upto)
+    def _piece(self, rel: str, start: int, length: int, *, upto: bool = False) -> RequestedPiece:
+        return RequestedPiece(self._place()[1], self._prefix + rel, start, length, upto)
 
-    def _fetch(self, pieces: Sequence[Piece]) -> Sequence[Body]:
+    def _fetch(self, pieces: Sequence[RequestedPiece]) -> Sequence[Body]:
         return self._place()[0].fetch(pieces, self._stalls) if pieces else []
 
     def _joined(self, rel: str, parts: Sequence[Body]) -> bytes:
@@ -442,11 +442,11 @@ class _Changed(EnergonError):  # noqa: N818 - the read starts again
         self.url = url
 
 
-def _where(place: Place) -> tuple[str, int]:
+def _where(place: RemoteBlock) -> tuple[str, int]:
     return place[0].url, place[1]
 
 
-def _cut(blocks: dict[Place, memoryview], version: Version, offset: int, length: int) -> Any:
+def _cut(blocks: dict[RemoteBlock, memoryview], version: Version, offset: int, length: int) -> Any:
     """Return a range from the blocks that contain it."""
     if not length:
         return b""

@@ -42,12 +42,12 @@ from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.mix.flatten import flatten
 from energon_bridge.core.mix.leaves import number_leaves
 from energon_bridge.core.mix.schedule import WeightSchedule
-from energon_bridge.core.mix.tree import Blend, Concat
+from energon_bridge.core.mix.tree import BlendNode, Concat
 from energon_bridge.core.stream.policy import DEFAULT_TOLERANCE
 from energon_bridge.core.stream.user_code import OwnHooks
 
 FUNCTIONS = (MapDataset, FilterDataset, IterMapDataset)
-Step = Callable[[Any], Any]
+UserStep = Callable[[Any], Any]
 """A function of a sample, a pack or a batch; a generator has several outputs, or none."""
 
 
@@ -148,11 +148,11 @@ def _delivers(spec: DatasetSpec) -> Hook:
     return Hook.ENCODE if run.packing_buffer_size is None else Hook.PACK
 
 
-def _encoding(spec: DatasetSpec) -> list[Step]:
+def _encoding(spec: DatasetSpec) -> list[UserStep]:
     """Return what is done to the samples of a dataset that delivers samples."""
     encoder = spec.settings.task_encoder
     own = OwnHooks(encoder)
-    steps: list[Step] = [hook_of(encoder, own.first)] if own.pre else []
+    steps: list[UserStep] = [hook_of(encoder, own.first)] if own.pre else []
     if own.posts:
         steps += [_decoded, encoder.postencode_sample]
     return steps
@@ -234,7 +234,7 @@ def _shuffled(spec: DatasetSpec, wrapper: ShuffleBufferDataset) -> DatasetSpec:
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
-def step_of(wrapper: MapDataset | FilterDataset | IterMapDataset) -> Step:
+def step_of(wrapper: MapDataset | FilterDataset | IterMapDataset) -> UserStep:
     """Return the function of a wrapper."""
     if isinstance(wrapper, FilterDataset):
         keeps = wrapper.filter_fn
@@ -263,7 +263,7 @@ def step_of(wrapper: MapDataset | FilterDataset | IterMapDataset) -> Step:
     return mapped
 
 
-def chained(steps: Sequence[Step], tolerance: int = DEFAULT_TOLERANCE) -> Step:
+def chained(steps: Sequence[UserStep], tolerance: int = DEFAULT_TOLERANCE) -> UserStep:
     """Return one step of several; a tolerance other than the default counts for it."""
 
     def run(value: Any) -> Any:
@@ -278,7 +278,7 @@ def chained(steps: Sequence[Step], tolerance: int = DEFAULT_TOLERANCE) -> Step:
     return run
 
 
-def _each(values: Generator[Any], steps: Sequence[Step]) -> Generator[Any]:
+def _each(values: Generator[Any], steps: Sequence[UserStep]) -> Generator[Any]:
     """Yield the outputs of some steps on each of several values; SkipSample leaves out the one value."""
     for value in values:
         try:
@@ -294,24 +294,28 @@ def _each(values: Generator[Any], steps: Sequence[Step]) -> Generator[Any]:
 # Mixes of built datasets ----------------------------------------------------------------------------------------------
 
 
+def _check_joinable(wrapper: BlendDataset | ConcatDataset, spec: DatasetSpec, first: Any) -> None:
+    """Raise NotProvidedError for a dataset that cannot be part of a blend whose first one has these settings."""
+    name = type(wrapper).__name__
+    if _delivers(spec) is not Hook.ENCODE:
+        raise not_provided(f"{name} of packs or batches", "mix samples, then put PackingDataset or BatchDataset around")
+    if isinstance(wrapper, BlendDataset) is spec.ends:
+        advice = "ConcatDataset reads datasets that end" if spec.ends else "BlendDataset mixes endless ones"
+        raise not_provided(f"{name} of datasets for {spec.kind!r}", advice)
+    _check_alike(name, first, spec.settings)
+
+
 def _joined(wrapper: BlendDataset | ConcatDataset) -> DatasetSpec:
     """Return the datasets of a blend as one mix, each of whose samples goes through the functions of its own."""
     name = type(wrapper).__name__
     specs = [compose(dataset) for dataset, _ in wrapper.parts]
     first = specs[0].settings
     for spec in specs:
-        if _delivers(spec) is not Hook.ENCODE:
-            raise not_provided(
-                f"{name} of packs or batches", "mix samples, then put PackingDataset or BatchDataset around"
-            )
-        if isinstance(wrapper, BlendDataset) is spec.ends:
-            advice = "ConcatDataset reads datasets that end" if spec.ends else "BlendDataset mixes endless ones"
-            raise not_provided(f"{name} of datasets for {spec.kind!r}", advice)
-        _check_alike(name, first, spec.settings)
+        _check_joinable(wrapper, spec, first)
     nodes = tuple(spec.mix.root for spec in specs)
     if isinstance(wrapper, BlendDataset):
         weights = tuple(WeightSchedule.constant(weight) for _, weight in wrapper.parts)
-        mix = flatten(Blend(children=nodes, weights=weights, where=name))
+        mix = flatten(BlendNode(children=nodes, weights=weights, where=name))
     else:
         mix = flatten(Concat(children=nodes, where=name))
     opened = [dataclasses.replace(leaf, occurrence=0) for spec in specs for leaf in spec.leaves]

@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-Hook = Callable[[], None]
+ForkHook = Callable[[], None]
 
 
-def _held(hook: Hook, make_persistent: bool) -> Hook:
+def _held(hook: ForkHook, make_persistent: bool) -> ForkHook:
     """Return a function that calls a hook while something else references it (or always, if persistent)."""
     if make_persistent:
         return hook
@@ -26,17 +26,17 @@ def _held(hook: Hook, make_persistent: bool) -> Hook:
     return call
 
 
-def before_fork_hook(callable: Hook, make_persistent: bool = False) -> None:  # noqa: A002 - the name users pass it by
+def before_fork_hook(callable: ForkHook, make_persistent: bool = False) -> None:  # noqa: A002 - the name users pass it by
     """Call a function before each fork, as long as it is referenced."""
     os.register_at_fork(before=_held(callable, make_persistent))
 
 
-def after_in_parent_fork_hook(callable: Hook, make_persistent: bool = False) -> None:  # noqa: A002
+def after_in_parent_fork_hook(callable: ForkHook, make_persistent: bool = False) -> None:  # noqa: A002
     """Call a function after each fork, in the process that forked."""
     os.register_at_fork(after_in_parent=_held(callable, make_persistent))
 
 
-def after_in_child_fork_hook(callable: Hook, make_persistent: bool = False) -> None:  # noqa: A002
+def after_in_child_fork_hook(callable: ForkHook, make_persistent: bool = False) -> None:  # noqa: A002
     """Call a function after each fork, in the new process."""
     os.register_at_fork(after_in_child=_held(callable, make_persistent))
 

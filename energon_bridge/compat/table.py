@@ -16,7 +16,7 @@ import energon_bridge
 from energon_bridge.compat.surface import VERSION, modules
 from energon_bridge.core.errors import NotProvidedError
 
-Kind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
+NameKind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
 
 OURS = {*energon_bridge.__all__, "EnergonMultiModalDataModule"}
 """Our public names; a star import leaves the data module out, because it brings Lightning."""
@@ -25,10 +25,10 @@ _HERE = "energon_bridge.compat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class NameEntry:
     """What a name is: `target` is our `module:attribute`, `advice` the text of a refusal."""
 
-    kind: Kind
+    kind: NameKind
     target: str = ""
     advice: str = ""
 
@@ -130,39 +130,39 @@ _STATE_ADVICE = "states of megatron-energon unpickle to it, and loaders refuse t
 
 
 @cache
-def describe(name: str, module: str) -> Entry:
+def describe(name: str, module: str) -> NameEntry:
     """Return the object of a public name of a module (relative to `megatron.energon`).
 
     Raises:
         KeyError: The tables have no entry for it, which is a bug.
     """
     if name == "command" and module == "tools.preview":
-        return Entry(kind="adapter", target=f"{_HERE}.preview:command")
+        return NameEntry(kind="adapter", target=f"{_HERE}.preview:command")
     if name == "command" and module in _COMMANDS:
-        return Entry(kind="ours", target=f"energon_bridge.tools.cli.{_COMMANDS[module]}:command")
+        return NameEntry(kind="ours", target=f"energon_bridge.tools.cli.{_COMMANDS[module]}:command")
     if name in _VALUES:
-        return Entry(kind="value", target=repr(_VALUES[name]))
+        return NameEntry(kind="value", target=repr(_VALUES[name]))
     if name in _STATES:
-        return Entry(kind="state", advice=_STATE_ADVICE)
+        return NameEntry(kind="state", advice=_STATE_ADVICE)
     if name in _ADAPTER_OF:
-        return Entry(kind="adapter", target=_ADAPTER_OF[name])
+        return NameEntry(kind="adapter", target=_ADAPTER_OF[name])
     if name in OURS:
-        return Entry(kind="ours", target=f"{_OURS}:{name}")
+        return NameEntry(kind="ours", target=f"{_OURS}:{name}")
     if name in _ELSEWHERE:
-        return Entry(kind="ours", target=_ELSEWHERE[name])
+        return NameEntry(kind="ours", target=_ELSEWHERE[name])
     if _is_factory(name):
-        return Entry(kind="adapter", target=f"{_HERE}.dataset_classes:BaseWebdatasetFactory")
+        return NameEntry(kind="adapter", target=f"{_HERE}.dataset_classes:BaseWebdatasetFactory")
     if name == "DefaultCrudeJsonlDatasetFactory":
-        return Entry(kind="adapter", target=f"{_HERE}.dataset_classes:CrudeJsonlDatasetFactory")
+        return NameEntry(kind="adapter", target=f"{_HERE}.dataset_classes:CrudeJsonlDatasetFactory")
     if name in ADVICE:
-        return Entry(kind="refused", advice=ADVICE[name])
+        return NameEntry(kind="refused", advice=ADVICE[name])
     if name in ("F", "P", "T", "TMetadata", "TType", "TTransform", "V") or name.startswith("T_"):
-        return Entry(kind="type variable")
+        return NameEntry(kind="type variable")
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         advice = MODULE_ADVICE.get(".".join(parts[:length]))
         if advice is not None:
-            return Entry(kind="refused", advice=advice)
+            return NameEntry(kind="refused", advice=advice)
     raise KeyError(f"{module}.{name}")
 
 
@@ -388,7 +388,7 @@ def refused_command(name: str, advice: str) -> Any:
     """Return a click command that raises when run, alone or in a group, whatever its arguments."""
     import click  # importing `megatron.energon` does not need it
 
-    class Refused(click.Command):
+    class RefusedCommand(click.Command):
         def main(self, *args: Any, **kwargs: Any) -> NoReturn:
             raise not_provided(name, advice)
 
@@ -396,7 +396,7 @@ def refused_command(name: str, advice: str) -> Any:
             raise click.ClickException(str(not_provided(name, advice)))
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return Refused(name, context_settings=settings, help=f"Not provided: {advice}.")
+    return RefusedCommand(name, context_settings=settings, help=f"Not provided: {advice}.")
 
 
 class ForeignState(dict[Any, Any]):

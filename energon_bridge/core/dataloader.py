@@ -67,7 +67,7 @@ def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
             )
 
 
-class Replica(Protocol):
+class LoadingReplica(Protocol):
     """The ranks that train on the same batches, one of which loads: `make_replica` makes it."""
 
     @property
@@ -75,7 +75,7 @@ class Replica(Protocol):
         """Whether this rank loads."""
 
 
-def open_loader(loader: Any, replica: Replica | None = None, balance: object | None = None) -> Any:
+def open_loader(loader: Any, replica: LoadingReplica | None = None, balance: object | None = None) -> Any:
     """Return the loader of this rank: its own, or what `trainers/replica` makes for several ranks.
 
     Args:
@@ -139,7 +139,7 @@ class EnergonDataloader(NotForDataLoader):
         masked_microbatches: MaskedMicrobatches = "refuse",
         cycle: bool = False,
         repeat_epoch: bool = False,
-        replica: Replica | None = None,
+        replica: LoadingReplica | None = None,
         balance: object | None = None,
         on_delivery: Callable[[Any], Any] | None = None,
     ) -> None:

@@ -21,7 +21,7 @@ from energon_bridge.core.format.checksums import Checksums
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.position import OnMismatch
 from energon_bridge.core.loader.savable import SavableDataLoader
-from energon_bridge.core.mix import DatasetOpener, MixSource, index_of_datasets, load_mix, open_mix_index
+from energon_bridge.core.mix import DatasetOpener, MixLike, index_of_datasets, load_mix, open_mix_index
 from energon_bridge.core.mix.leaves import OpenLeaf, open_leaves
 from energon_bridge.core.order.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.core.registry import load
@@ -48,7 +48,7 @@ _IGNORED_LOADER_ARGUMENTS = {
 
 
 def get_train_dataset(
-    path: MixSource,
+    path: MixLike,
     *,
     split_part: str = "train",
     worker_config: WorkerConfig | None = None,
@@ -169,7 +169,7 @@ def get_train_dataset(
 
 
 def get_val_dataset(
-    path: MixSource,
+    path: MixLike,
     *,
     split_part: str = "val",
     worker_config: WorkerConfig | None = None,
@@ -226,7 +226,7 @@ def get_val_dataset(
     return _open(path, settings, worker_config)
 
 
-def get_val_datasets(path: MixSource, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
+def get_val_datasets(path: MixLike, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
     """Open the leaves of a mix for validation, each as a dataset of its own: for a loss per dataset.
 
     Examples:
@@ -250,7 +250,7 @@ def apart(whole: DatasetSpec) -> list[tuple[DatasetSpec, OpenLeaf]]:
 
 
 def get_savable_loader(
-    dataset: DatasetSpec | MixSource,
+    dataset: DatasetSpec | MixLike,
     *,
     worker_config: WorkerConfig | None = None,
     prefetch_factor: int | None = None,
@@ -316,7 +316,7 @@ def get_savable_loader(
 
 
 def get_loader(
-    dataset: DatasetSpec | MixSource,
+    dataset: DatasetSpec | MixLike,
     *,
     worker_config: WorkerConfig | None = None,
     prefetch_factor: int | None = None,
@@ -340,7 +340,7 @@ def get_loader(
     return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **kwargs)
 
 
-def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig | None) -> DatasetSpec:
+def _open(source: MixLike, settings: RunSettings, worker_config: WorkerConfig | None) -> DatasetSpec:
     """Describe a mix and open its leaves, both with the help of its index if it has one."""
     part = settings.split_part
     index = open_mix_index(source, split_part=part)

@@ -35,7 +35,7 @@ from energon_bridge.core.worker_config import WorkerConfig
 logger = logging.getLogger(__name__)
 
 Loader: TypeAlias = SavableDataLoader | EnergonDataloader
-State = Any
+LoaderState = Any
 _KEYS = ("__key__", "__restore_key__")
 _RESTORED_SAMPLES = 3
 
@@ -162,7 +162,7 @@ class _Check:
         self.resumes = 0
         self.compared = 0
 
-    def run_uninterrupted(self, steps: int, save_points: Sequence[int] | None) -> dict[int, State]:
+    def run_uninterrupted(self, steps: int, save_points: Sequence[int] | None) -> dict[int, LoaderState]:
         """Deliver the first microbatches, and return the states by save point."""
         if steps < 2:
             raise ConfigurationError(f"verify_resume: steps must be at least 2, got {steps}")
@@ -193,7 +193,7 @@ class _Check:
             )
         return reached
 
-    def resume(self, point: int, state: State) -> None:
+    def resume(self, point: int, state: LoaderState) -> None:
         """Resume from a state in every way, and compare the batches that follow."""
         with self._loaders(self._config) as loaders:
             self._restore(loaders, state)
@@ -338,18 +338,18 @@ class _Check:
             for loader in loaders:
                 loader.close()
 
-    def _restore(self, loaders: Sequence[Loader], state: State) -> None:
+    def _restore(self, loaders: Sequence[Loader], state: LoaderState) -> None:
         for loader in loaders:
             restore = loader.restore_state if isinstance(loader, EnergonDataloader) else loader.restore_state_rank
             restore(state)
             self.resumes += 1
 
 
-def _save(loader: Loader) -> State:
+def _save(loader: Loader) -> LoaderState:
     return loader.save_state() if isinstance(loader, EnergonDataloader) else loader.save_state_rank()
 
 
-def _through_files(state: State, step: int) -> State:
+def _through_files(state: LoaderState, step: int) -> LoaderState:
     """Return a state after a round trip through JSON and a checkpoint loaded with `weights_only=True`."""
     try:
         file = io.BytesIO()

@@ -24,7 +24,7 @@ from typing import Any
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import ConfigurationError, WrongUseError
 
-State = dict[str, Any]
+SavedState = dict[str, Any]
 
 
 class ReplicaDataloader:
@@ -39,7 +39,9 @@ class ReplicaDataloader:
         self._open = open_loader
         self._data: EnergonDataloader | None = None
         self._place: tuple[int | None, int] | None = None  # the batch of the step
-        self._states: list[State] = []  # of all replicas after the last step that was committed; none: the beginning
+        self._states: list[
+            SavedState
+        ] = []  # of all replicas after the last step that was committed; none: the beginning
         self._stands_there = False  # whether the loader does
 
     def step(self, rank: int | None, ranks: int) -> list[Any]:
@@ -68,11 +70,11 @@ class ReplicaDataloader:
         lanes = self._data.loader.ownership.num_lanes
         return [next(self._data) for _ in range(-(-lanes // ranks))]
 
-    def rank_state(self) -> State | None:
+    def rank_state(self) -> SavedState | None:
         """Return this replica's state after the step, for the `commit` of all replicas; None if it took no part."""
         return None if self._data is None else self._data.save_state()
 
-    def commit(self, states: Sequence[State | None]) -> None:
+    def commit(self, states: Sequence[SavedState | None]) -> None:
         """Count the step as delivered.
 
         Args:
@@ -126,7 +128,7 @@ class ReplicaDataloader:
         return data
 
 
-def gather_states(group: Any, state: State | None, device: Any = "cpu") -> list[State | None]:
+def gather_states(group: Any, state: SavedState | None, device: Any = "cpu") -> list[SavedState | None]:
     """Return the states of all members of a process group, of torch or of torchft; all of them must call it.
 
     Args:

@@ -225,22 +225,22 @@ def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
             value = str(value)
     if value is None and NoneType in accepted:
         return None
-    if bool in accepted:
-        if isinstance(value, bool):
-            return value
-    elif isinstance(value, bool):
-        pass
-    elif str in accepted:
-        if isinstance(value, str):
-            return value
-    elif isinstance(value, (int, float, str)):
-        number = _number(value)
-        if int in accepted and number is not None and number.is_integer():
-            return int(value) if isinstance(value, int) else int(number)
-        if float in accepted and number is not None:
-            return number
+    if (known := _of_type(value, accepted)) is not None:
+        return known
     wanted = " or ".join("null" if t is NoneType else t.__name__ for t in accepted)
     raise ConfigurationError(f"{where}: {name} must be {wanted}, got {value!r} ({type(value).__name__})")
+
+
+def _of_type(value: Any, accepted: Sequence[Any]) -> bool | str | int | float | None:
+    """Return a value of one of the accepted types, None if it is of another one; text may be a number."""
+    if bool in accepted or isinstance(value, bool):
+        return value if bool in accepted and isinstance(value, bool) else None
+    if str in accepted:
+        return value if isinstance(value, str) else None
+    number = _number(value) if isinstance(value, (int, float, str)) else None
+    if int in accepted and number is not None and number.is_integer():
+        return int(value) if isinstance(value, int) else int(number)
+    return number if float in accepted else None
 
 
 def _convert_names(value: Any, *, name: str, where: str) -> tuple[str, ...]:

@@ -1,4 +1,16 @@
-"""The folder of a run: who may write into it, and how it is left as it was by a run that does not begin."""
+"""The folder of a run: who may write into it, and how it is left as it was by a run that does not begin.
+
+It holds everything that belongs to the run::
+
+    config.yaml          the resolved configuration
+    model/               a preset's model configuration, image processor and tokenizer
+    checkpoints/         see `callbacks`
+    metrics.jsonl        see `callbacks`
+    microbatches.jsonl   times of some microbatches, if asked for
+    report.html          losses, waiting, datasets, what was left out, slowest microbatches; see `tools/report/`
+    predictions.jsonl    see `generation`
+    export/              the trained model in the layout of transformers, if asked for
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from energon_bridge.cloud.answers import Answer, allow_silence, get
+from energon_bridge.cloud.answers import HttpAnswer, allow_silence, get
 
 BODY = bytes(range(256)) * 40
 USUAL = b'HTTP/1.1 206 Partial Content\r\nETag: "a"\r\nX-Goog-Hash: crc32c=1\r\nx-goog-hash: md5=2\r\n'
@@ -82,7 +82,7 @@ def by_http_client(sent: bytes) -> tuple[list[Any], bytes]:
 def test_answers_are_read_as_http_client_reads_them(kind: str, cuts: list[int], silence: float | None) -> None:
     answer, *found = ask(ANSWERS[kind], cuts, silence)
     assert tuple(found) == by_http_client(ANSWERS[kind])
-    assert isinstance(answer, Answer) == (kind in ("usual", "closing", "without a reason", "empty"))
+    assert isinstance(answer, HttpAnswer) == (kind in ("usual", "closing", "without a reason", "empty"))
 
 
 @pytest.mark.parametrize(

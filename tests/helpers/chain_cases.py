@@ -34,7 +34,7 @@ from energon_bridge import (
     register_joiner,
 )
 from energon_bridge.core.errors import MetadataError
-from energon_bridge.core.format.documents import Value
+from energon_bridge.core.format.documents import DocumentValue
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.mix import evaluate_subset
 from energon_bridge.core.mix.tree import SubsetRange, parse_subset
@@ -331,7 +331,7 @@ FORKED = range(1, 7)
 
 
 def range_of(bounds: list[Any]) -> SubsetRange:
-    found = parse_subset(Value({"range": bounds}, ""), allow_absolute=True)
+    found = parse_subset(DocumentValue({"range": bounds}, ""), allow_absolute=True)
     assert found is not None
     return found
 

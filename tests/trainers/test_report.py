@@ -245,7 +245,7 @@ def test_looks_at_the_shares_are_bounded_and_added_up(tmp_path: Path) -> None:
                 {"identity": "b", "draws": step, "parked": False},
             ]
 
-    draws, loader = report.Draws(), Counting()
+    draws, loader = report.DrawCounts(), Counting()
     for step in range(1, 5001):
         draws.look(loader, step)
     assert len(draws.looks) <= report.MOST_LOOKS

@@ -39,6 +39,7 @@ from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training import run as training
 from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.run_data import build_feedback
 from energon_bridge.training.run_model import load_bundle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
@@ -342,4 +343,4 @@ def test_feedback_of_the_script_moves_the_weights_and_resumes_exactly(
     assert losses(config) == found
     reference.write_text(json.dumps({str(uneven): 1.0}))
     with pytest.raises(ConfigurationError, match=f"has no loss for {dataset}"):
-        training.build_feedback(config)
+        build_feedback(config)

@@ -29,6 +29,7 @@ from energon_bridge.training.config_file import load_config
 from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.module import VisionLanguageModule, check_packing
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
+from energon_bridge.training.run_data import build_data_module
 from energon_bridge.training.run_model import load_bundle, write_model_of_run
 
 NUM_TRAIN, NUM_VAL = 40, 7
@@ -266,7 +267,7 @@ def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunCo
     )
     module = VisionLanguageModule(bundle, unpacked)
     module.load_state_dict(state["state_dict"])
-    data = training.build_data_module(unpacked, bundle)
+    data = build_data_module(unpacked, bundle)
     losses, tokens = 0.0, 0.0
     with torch.no_grad():
         for batch in data.val_dataloader().one_pass():
@@ -280,7 +281,7 @@ def test_packs_keep_to_their_limits(dataset: Path, tmp_path: Path) -> None:
     config = configuration(dataset, tmp_path, "data.packing_max_samples=2", "data.packing_max_images=3")
     write_model_of_run(config, tmp_path / "model")
     bundle = load_bundle(config, tmp_path / "model")
-    data = training.build_data_module(config, bundle)
+    data = build_data_module(config, bundle)
     batches = [next(data.train_dataloader()) for _ in range(10)]
     data.close()
     for batch in batches:

@@ -27,7 +27,7 @@ from energon_bridge.core.errors import (
     UntrustedCodeError,
     did_you_mean,
 )
-from energon_bridge.core.format.documents import Value, parse_document
+from energon_bridge.core.format.documents import DocumentValue, parse_document
 from energon_bridge.core.format.field_map import FieldMap, check_fields
 from energon_bridge.core.format.nvmeta import meta_path
 from energon_bridge.core.samples import ChatMLSample, CrudeSample, Sample, sample_type_by_name, sample_type_names
@@ -98,23 +98,23 @@ class DatasetConfigs:
         content = (data, name.endswith(".json"))
         config = self._by_content.get(content)
         if config is None:
-            config = self.build(Value(parse_document(data, where=where), where), store=store)
+            config = self.build(DocumentValue(parse_document(data, where=where), where), store=store)
             if not config.form.has_code:  # the code of each dataset is its own
                 self._by_content[content] = config
         return config
 
-    def build(self, document: Value, *, store: Store) -> DatasetConfig:
+    def build(self, document: DocumentValue, *, store: Store) -> DatasetConfig:
         """Check the content of a dataset.yaml; errors are those of `read`."""
         plain = document.mapping()
         shape = json.dumps({key: entry for key, entry in plain.items() if key not in ("subflavors", _SPLIT)})
         form = self._forms.get(shape)
         if form is None:
             described = {key: entry for key, entry in plain.items() if key != _SPLIT}
-            form = _read_form(Value(described, document.where), store=store, trust=self._trust)
+            form = _read_form(DocumentValue(described, document.where), store=store, trust=self._trust)
             if not form.has_code:
                 self._forms[shape] = form
         given = getattr(form.sample_loader, "subflavors", plain.get("subflavors"))
-        subflavors = Value(given, document.where, "subflavors")
+        subflavors = DocumentValue(given, document.where, "subflavors")
         return DatasetConfig(
             form=form,
             subflavors={} if subflavors.plain is None else subflavors.mapping(),
@@ -129,7 +129,7 @@ def is_own(module: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in OWN_PACKAGES)
 
 
-def _read_form(document: Value, *, store: Store, trust: bool) -> SampleForm:
+def _read_form(document: DocumentValue, *, store: Store, trust: bool) -> SampleForm:
     code = _class_code(document, store=store, trust=trust)
     if code is not None:
         return SampleForm(
@@ -159,7 +159,7 @@ def _read_form(document: Value, *, store: Store, trust: bool) -> SampleForm:
     )
 
 
-def _class_code(document: Value, *, store: Store, trust: bool) -> Any:
+def _class_code(document: DocumentValue, *, store: Store, trust: bool) -> Any:
     """Return the code of a dataset class that has its own; None for any other dataset.
 
     Only classes written for `megatron.energon` as this package provides it (`compat`) have such code.
@@ -192,7 +192,7 @@ def _refuse_sound(field_map: FieldMap, *, at: str) -> None:
         )
 
 
-def _named_type(document: Value) -> Value:
+def _named_type(document: DocumentValue) -> DocumentValue:
     """Return the mapping that names the sample type or dataset class, after a check of all keys."""
     if document.plain.get("__class__", _STANDARD_CLASS) != _STANDARD_CLASS:
         document.check_keys((*_CLASS_KEYS, *_CODE_KEYS), required=_CLASS_KEYS)
@@ -203,7 +203,7 @@ def _named_type(document: Value) -> Value:
     return named
 
 
-def _resolve(named: Value, *, store: Store, trust: bool) -> type:
+def _resolve(named: DocumentValue, *, store: Store, trust: bool) -> type:
     module = named.get("__module__").string()
     name = named.get("__class__").string()
     at = named.get("__class__").at
@@ -223,7 +223,7 @@ def _resolve(named: Value, *, store: Store, trust: bool) -> type:
     return imported
 
 
-def _field_map(document: Value, sample_type: type, *, crude: bool) -> FieldMap | None:
+def _field_map(document: DocumentValue, sample_type: type, *, crude: bool) -> FieldMap | None:
     choices = [key for key in ("field_map", "sample_loader") if document.plain.get(key) is not None]
     if crude:
         if choices:
@@ -247,7 +247,7 @@ def _field_map(document: Value, sample_type: type, *, crude: bool) -> FieldMap |
 
 
 def _code(
-    document: Value, *, store: Store, crude: bool, trust: bool
+    document: DocumentValue, *, store: Store, crude: bool, trust: bool
 ) -> tuple[Callable[[dict[str, Any]], dict[str, Any]] | None, PartFilter | None]:
     function = None
     loader = None if crude else document.text("sample_loader")

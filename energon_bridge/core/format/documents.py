@@ -209,7 +209,7 @@ def dump_yaml(value: Any) -> bytes:
 
 
 @dataclass(slots=True, eq=False)  # a mix of a thousand datasets reads ten thousand values
-class Value:
+class DocumentValue:
     """A value of a document. What is not as expected raises a MetadataError that names the place.
 
     Attributes:
@@ -227,9 +227,9 @@ class Value:
         """The place, to begin a message with."""
         return f"{self.where}, field `{self.field}`" if self.field else self.where
 
-    def get(self, key: str, default: Any = None) -> Value:
+    def get(self, key: str, default: Any = None) -> DocumentValue:
         """Return the value of a key of a mapping; `default` if it is absent."""
-        return Value(self.plain.get(key, default), self.where, f"{self.field}.{key}" if self.field else key)
+        return DocumentValue(self.plain.get(key, default), self.where, f"{self.field}.{key}" if self.field else key)
 
     def mapping(self) -> dict[str, Any]:
         """Return a mapping."""
@@ -254,10 +254,10 @@ class Value:
             raise self.wrong("a list of strings")
         return [item.string() for item in self]
 
-    def __iter__(self) -> Iterator[Value]:
+    def __iter__(self) -> Iterator[DocumentValue]:
         """Yield the items of a list."""
         for position, item in enumerate(self.plain):
-            yield Value(item, self.where, f"{self.field}[{position}]")
+            yield DocumentValue(item, self.where, f"{self.field}[{position}]")
 
     def check_keys(self, allowed: Collection[str], required: Collection[str] = ()) -> None:
         """Check the keys of a mapping; the error names the key and the nearest match."""
@@ -279,7 +279,7 @@ class Value:
         return MetadataError(f"{self.at}: expected {expected}, found {found}.")
 
 
-def read_document(store: Store, rel: str) -> Value:
+def read_document(store: Store, rel: str) -> DocumentValue:
     """Read and parse a metadata file of a store."""
     where = store.url(rel)
-    return Value(parse_document(store.read(rel), where=where), where)
+    return DocumentValue(parse_document(store.read(rel), where=where), where)

@@ -25,7 +25,7 @@ from energon_bridge.core.errors import (
     UnknownSplitError,
     did_you_mean,
 )
-from energon_bridge.core.format.documents import Value, dump_yaml, read_document
+from energon_bridge.core.format.documents import DocumentValue, dump_yaml, read_document
 from energon_bridge.core.storage import Store
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def read_splits(store: Store, split_config: str = DEFAULT_SPLIT_CONFIG) -> Split
     )
 
 
-def _shards(value: Value) -> list[str]:
+def _shards(value: DocumentValue) -> list[str]:
     if value.plain is None:  # `val:` without a value is an empty list
         return []
     try:

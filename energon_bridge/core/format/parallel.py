@@ -22,14 +22,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Engine(Protocol):
+class ShardEngine(Protocol):
     """Anything else that can work on shards, such as a cluster."""
 
     def map_shards(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Generator[Result, None, None]:
         """Yield `function(item)` for every item, in their order; raise what it raises for the first such item."""
 
 
-Workers = int | Engine
+Workers = int | ShardEngine
 """A number of processes, or an engine."""
 Progress = Callable[[int, int], object]
 """Is told how many items are done, and how many there are."""

@@ -14,7 +14,7 @@ and CorruptShardError is raised.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from energon_bridge.core.errors import CorruptShardError
@@ -184,6 +184,24 @@ def part_twice(where: str, name: str) -> CorruptShardError:
     )
 
 
+def _sparse(name: str, where: str, offset: int) -> CorruptShardError:
+    return CorruptShardError(
+        f"{where}: the member {name!r} at byte {offset} is sparse, which cannot be read by range. "
+        f"Write the tar again without --sparse."
+    )
+
+
+def _kind_and_name(header: bytes, pax: Mapping[str, str], long_name: str | None) -> tuple[int, str]:
+    """Return the kind of a member, and its name, by its header and those in front of it."""
+    kind = header[156]
+    name = _text(header[:100])
+    if kind == 0 and name.endswith("/"):
+        kind = 53  # old tars mark folders by the name alone
+    if prefix := _text(header[345:500]):
+        name = f"{prefix}/{name}"
+    return kind, pax.get("path", name if long_name is None else long_name)
+
+
 def next_member(view: memoryview, position: int, *, where: str, base: int = 0, verify: bool = True) -> Member | None:
     """Read the member that starts at `position`, with the GNU and PAX headers in front of it.
 
@@ -201,11 +219,11 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
             raise NeedMoreBytes(f"{where}: header at byte {base + position} is cut off", needed=content)
         header = bytes(view[position:content])
         if header[156] == 0 and not any(header):
-            if position != start:
-                raise CorruptShardError(
-                    f"{where}: no member follows the long name at byte {base + start}. The tar is damaged."
-                )
-            return None
+            if position == start:
+                return None
+            raise CorruptShardError(
+                f"{where}: no member follows the long name at byte {base + start}. The tar is damaged."
+            )
         if verify or header[257:262] != b"ustar":
             check_header(header, where=where, offset=base + position)
         kind = header[156]
@@ -225,24 +243,13 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
             continue
         if kind == _SPARSE or any(name.startswith("GNU.sparse.") for name in pax):
             name = pax.get("GNU.sparse.name", pax.get("path", long_name or _text(header[:100])))
-            raise CorruptShardError(
-                f"{where}: the member {name!r} at byte {base + position} is sparse, which cannot be read by range. "
-                f"Write the tar again without --sparse."
-            )
+            raise _sparse(name, where, base + position)
         if kind == 103:  # "g", global PAX records: tarfile counts them as a member of its own
             start = position = content + padded
             continue
-        name = _text(header[:100])
-        if kind == 0 and name.endswith("/"):
-            kind = 53  # old tars mark folders by the name alone
-        ustar_prefix = _text(header[345:500])
-        if ustar_prefix:
-            name = f"{ustar_prefix}/{name}"
         if "size" in pax:
             size = _pax_size(pax["size"], where=where, offset=base + position)
-        if long_name is not None:
-            name = long_name
-        name = pax.get("path", name)
+        kind, name = _kind_and_name(header, pax, long_name)
         target = "" if kind not in b"12" else pax.get("linkpath", long_target or _text(header[157:257]))
         return Member(
             name=name,

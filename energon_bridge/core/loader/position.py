@@ -31,7 +31,7 @@ from energon_bridge.core.loader.ranks import agreed
 from energon_bridge.core.loader.run_plan import PACKING_BUFFERS, RunPlan
 from energon_bridge.core.loader.weights import no_weights, with_new_weights
 from energon_bridge.core.order.changes import Ban
-from energon_bridge.core.order.choose import BucketBlend, standing
+from energon_bridge.core.order.choose import BlendOfBuckets, standing
 from energon_bridge.core.order.topology import Ownership, first_microbatch, lane_units, microbatches_before, step_units
 from energon_bridge.core.stream.finite import FiniteStream, Listing, drawn_rows, listed_rows, listing_of_pass
 from energon_bridge.core.stream.lane import LaneStreams, Stream
@@ -400,7 +400,7 @@ class EndlessRun(Position):
         for lane in self.own_lanes:
             microbatches = microbatches_before(lane, self.microbatches, lanes)
             if plan.data.buckets is not None:
-                draws = cast(BucketBlend, plan.blend).leaf_draws(lane, microbatches)
+                draws = cast(BlendOfBuckets, plan.blend).leaf_draws(lane, microbatches)
                 self.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
                 continue
             sharers = lanes // plan.streams

@@ -17,7 +17,7 @@ from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.mix.weights import ChangedWeights
 from energon_bridge.core.order.blend import EpochizedBlend, InTurns, WeightedBlend
 from energon_bridge.core.order.changes import LeafBans, LeafWeights
-from energon_bridge.core.order.choose import AnyBlend, BucketBlend, PassDraws
+from energon_bridge.core.order.choose import AnyBlend, BlendOfBuckets, PassDraws
 from energon_bridge.core.order.leaf import LeafOrder, slice_length
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.order.topology import default_num_lanes
@@ -109,7 +109,7 @@ class RunPlan:
             leaves = tuple(replace(leaf, order=leaf.order.without(leaf.bans)) for leaf in leaves)
         if self.data.buckets is not None:
             gone = frozenset(number for number, leaf in enumerate(leaves) if leaf.all_banned)
-            blend = cast(BucketBlend, blend).without(gone)
+            blend = cast(BlendOfBuckets, blend).without(gone)
         return replace(self, leaves=leaves, blend=blend)
 
     def without_group(self) -> RunPlan:
@@ -334,7 +334,7 @@ def _leaf(data: RunData, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -
 
 def _blend(data: RunData, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> AnyBlend | None:
     if data.buckets is not None:
-        of_buckets: BucketBlend = data.buckets.blend(data.ordered, lanes, key_of("run", seed))
+        of_buckets: BlendOfBuckets = data.buckets.blend(data.ordered, lanes, key_of("run", seed))
         return of_buckets
     if len(leaves) == 1 and (data.kind == "finite" or data.mode == "single"):
         return None

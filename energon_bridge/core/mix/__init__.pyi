@@ -11,7 +11,7 @@ from .joins import (
 )
 from .load import (
     Blender as Blender,
-    MixSource as MixSource,
+    MixLike as MixLike,
     index_of_datasets as index_of_datasets,
     load_mix as load_mix,
     open_mix_index as open_mix_index,
@@ -33,14 +33,14 @@ from .schedule import (
 )
 from .tree import (
     AuxRef as AuxRef,
-    Blend as Blend,
+    BlendNode as BlendNode,
     Concat as Concat,
-    EpochizedBlend as EpochizedBlend,
+    EpochizedNode as EpochizedNode,
     JoinRef as JoinRef,
-    Leaf as Leaf,
     LeafRef as LeafRef,
-    Node as Node,
     SubsetRange as SubsetRange,
+    TreeLeaf as TreeLeaf,
+    TreeNode as TreeNode,
     evaluate_subset as evaluate_subset,
     merge_subsets as merge_subsets,
 )

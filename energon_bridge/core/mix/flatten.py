@@ -21,7 +21,16 @@ from typing import Literal
 
 from energon_bridge.core.errors import MetadataError
 from energon_bridge.core.mix.schedule import WeightSchedule
-from energon_bridge.core.mix.tree import Blend, Concat, EpochizedBlend, JoinRef, Leaf, LeafRef, Node, data_identity
+from energon_bridge.core.mix.tree import (
+    BlendNode,
+    Concat,
+    EpochizedNode,
+    JoinRef,
+    LeafRef,
+    TreeLeaf,
+    TreeNode,
+    data_identity,
+)
 
 MixMode = Literal["single", "weights", "repetitions", "concat"]
 
@@ -39,7 +48,7 @@ class MixLeaf:
         size_group: Number of the group whose leaves divide `weight` by numbers of samples; None for a leaf on its own.
     """
 
-    leaf: Leaf
+    leaf: TreeLeaf
     occurrence: int = 0
     weight: Fraction | None = None
     repetitions: Fraction | None = None
@@ -52,13 +61,13 @@ class Mix:
 
     mode: MixMode
     leaves: tuple[MixLeaf, ...]
-    root: Node
+    root: TreeNode
     is_scheduled: bool = False
 
     @property
     def unit(self) -> str | None:
         """What the weights are shares of: an expression of columns, such as `tokens`; None: draws."""
-        return self.root.unit if isinstance(self.root, Blend) else None
+        return self.root.unit if isinstance(self.root, BlendNode) else None
 
     @property
     def needs_sizes(self) -> bool:
@@ -99,14 +108,14 @@ class Mix:
         return sorted({draw for schedule in _schedules(self.root) for draw, _ in schedule.points})
 
 
-def flatten(root: Node) -> Mix:
+def flatten(root: TreeNode) -> Mix:
     """List the leaves of a tree with their effective weights or repetitions.
 
     Raises MetadataError, naming both places, if blends by weight and by repetitions or endless blends in a
     concatenation are nested, if no leaf of a blend can ever be drawn, and if a blend counts something else than the one
     around it.
     """
-    _check_units(root, root.unit if isinstance(root, Blend) else None)
+    _check_units(root, root.unit if isinstance(root, BlendNode) else None)
     mode, leaves = _flatten(root, groups=itertools.count())
     seen: Counter[Hashable] = Counter()
     numbered: list[MixLeaf] = []
@@ -118,11 +127,11 @@ def flatten(root: Node) -> Mix:
     return Mix(mode=mode, leaves=tuple(numbered), root=root, is_scheduled=is_scheduled)
 
 
-def _check_units(node: Node, unit: str | None) -> None:
+def _check_units(node: TreeNode, unit: str | None) -> None:
     """Raise unless all blends below a node count what the outermost one does."""
     if isinstance(node, (LeafRef, JoinRef)):
         return
-    if isinstance(node, Blend) and node.unit not in (None, unit):
+    if isinstance(node, BlendNode) and node.unit not in (None, unit):
         around = "draws" if unit is None else f"`{unit}`"
         raise MetadataError(
             f"{node.where}: its weights are shares of `{node.unit}`, but those of the blend around it are shares of "
@@ -132,7 +141,7 @@ def _check_units(node: Node, unit: str | None) -> None:
         _check_units(child, unit)
 
 
-def _flatten(node: Node, *, groups: Iterator[int]) -> tuple[MixMode, list[MixLeaf]]:
+def _flatten(node: TreeNode, *, groups: Iterator[int]) -> tuple[MixMode, list[MixLeaf]]:
     """Return mode and leaves of a subtree; `groups` numbers the groups."""
     if isinstance(node, (LeafRef, JoinRef)):
         return "single", [MixLeaf(leaf=node)]
@@ -143,12 +152,12 @@ def _flatten(node: Node, *, groups: Iterator[int]) -> tuple[MixMode, list[MixLea
         for child in node.children:
             leaves += _nested(node, child, allowed=("single", "concat"), groups=groups)
         return "concat", leaves
-    if isinstance(node, EpochizedBlend):
+    if isinstance(node, EpochizedNode):
         return "repetitions", _flatten_epochized(node, groups=groups)
     return "weights", _flatten_blend(node, groups=groups)
 
 
-def _flatten_blend(node: Blend, *, groups: Iterator[int]) -> list[MixLeaf]:
+def _flatten_blend(node: BlendNode, *, groups: Iterator[int]) -> list[MixLeaf]:
     _check_drawable(node)
     weights = [schedule.exact_at(0) for schedule in node.weights]
     total = sum(weights, Fraction(0)) or Fraction(1)
@@ -166,7 +175,7 @@ def _flatten_blend(node: Blend, *, groups: Iterator[int]) -> list[MixLeaf]:
     return leaves
 
 
-def _flatten_epochized(node: EpochizedBlend, *, groups: Iterator[int]) -> list[MixLeaf]:
+def _flatten_epochized(node: EpochizedNode, *, groups: Iterator[int]) -> list[MixLeaf]:
     if not any(node.repetitions):
         raise MetadataError(f"{node.where}: all repetitions are 0, so there is nothing to read.")
     leaves: list[MixLeaf] = []
@@ -177,15 +186,15 @@ def _flatten_epochized(node: EpochizedBlend, *, groups: Iterator[int]) -> list[M
     return leaves
 
 
-_NAMES: dict[type, str] = {Blend: "`blend`", EpochizedBlend: "`blend_epochized`", Concat: "`concat`"}
+_NAMES: dict[type, str] = {BlendNode: "`blend`", EpochizedNode: "`blend_epochized`", Concat: "`concat`"}
 _REMEDIES: dict[type, str] = {
-    Blend: "Give both weights (`blend`) or both repetitions (`blend_epochized`).",
-    EpochizedBlend: "Give both weights (`blend`) or both repetitions (`blend_epochized`).",
+    BlendNode: "Give both weights (`blend`) or both repetitions (`blend_epochized`).",
+    EpochizedNode: "Give both weights (`blend`) or both repetitions (`blend_epochized`).",
     Concat: "Use `blend_epochized` with `repetitions: 1` for it, or list its datasets one by one.",
 }
 
 
-def _nested(node: Node, child: Node, *, allowed: tuple[str, ...], groups: Iterator[int]) -> list[MixLeaf]:
+def _nested(node: TreeNode, child: TreeNode, *, allowed: tuple[str, ...], groups: Iterator[int]) -> list[MixLeaf]:
     mode, leaves = _flatten(child, groups=groups)
     if mode not in allowed:
         raise MetadataError(
@@ -195,7 +204,7 @@ def _nested(node: Node, child: Node, *, allowed: tuple[str, ...], groups: Iterat
     return leaves
 
 
-def _check_drawable(node: Blend) -> None:
+def _check_drawable(node: BlendNode) -> None:
     """Raise if all weights of a blend are 0 at some draw.
 
     Checking the points of the schedules is enough: between two points a weight is 0 only if it is 0 at both.
@@ -209,11 +218,11 @@ def _check_drawable(node: Blend) -> None:
             raise MetadataError(f"{node.where}: all weights are 0{when}, so there is nothing to draw.")
 
 
-def _weights(node: Node, global_draw: int) -> list[float]:
+def _weights(node: TreeNode, global_draw: int) -> list[float]:
     """Return the effective weights of the leaves of a subtree; sums are rounded once, whatever the order."""
     if isinstance(node, Concat):
         return [1.0 for child in node.children for _ in _weights(child, global_draw)]
-    if not isinstance(node, Blend):
+    if not isinstance(node, BlendNode):
         return [1.0]
     own = [schedule.at(global_draw) for schedule in node.weights]
     total = math.fsum(own)
@@ -224,8 +233,8 @@ def _weights(node: Node, global_draw: int) -> list[float]:
     ]
 
 
-def _schedules(node: Node) -> list[WeightSchedule]:
+def _schedules(node: TreeNode) -> list[WeightSchedule]:
     if isinstance(node, (LeafRef, JoinRef)):
         return []
-    own = list(node.weights) if isinstance(node, Blend) else []
+    own = list(node.weights) if isinstance(node, BlendNode) else []
     return own + [schedule for child in node.children for schedule in _schedules(child)]

@@ -14,15 +14,15 @@ from energon_bridge.core.mix.metadataset import read_metadataset_dict, read_meta
 from energon_bridge.core.mix.opener import MIN_DATASETS, MixIndex, index_folders
 from energon_bridge.core.mix.paths import DatasetKind, kind_of_reference, kind_of_source, resolve_path
 from energon_bridge.core.mix.schedule import WeightSchedule, exact_number, parse_weight
-from energon_bridge.core.mix.tree import Blend, Concat, LeafRef, Node, filtered
+from energon_bridge.core.mix.tree import BlendNode, Concat, LeafRef, TreeNode, filtered
 from energon_bridge.core.registry import load
 
-MixSource = Union[str, os.PathLike[str], Mapping[str, Any], "Blender", Sequence[Any]]
+MixLike = Union[str, os.PathLike[str], Mapping[str, Any], "Blender", Sequence[Any]]
 _MAX_DEPTH = 100
 
 
 def load_mix(
-    source: MixSource,
+    source: MixLike,
     *,
     split_part: str,
     base: str | os.PathLike[str] | None = None,
@@ -61,7 +61,7 @@ def load_mix(
     return flatten(tree)
 
 
-def open_mix_index(source: MixSource, *, split_part: str) -> MixIndex:
+def open_mix_index(source: MixLike, *, split_part: str) -> MixIndex:
     """Return the index of the file of a mix; for any other source, an index that keeps nothing."""
     if isinstance(source, (str, os.PathLike)):
         path = resolve_path(os.fspath(source), base=os.getcwd(), where="path of the dataset")
@@ -78,7 +78,7 @@ def index_of_datasets(mix: Mix, *, split_part: str) -> MixIndex:
     return MixIndex(index_folders("\0".join(["", *paths])), request=split_part)
 
 
-def _read(source: Any, *, base: str, direct: LeafRef, index: MixIndex, where: str, depth: int) -> Node:
+def _read(source: Any, *, base: str, direct: LeafRef, index: MixIndex, where: str, depth: int) -> TreeNode:
     """Read one source; `direct` has the settings of datasets named directly, `where` is the place in a Blender."""
     if isinstance(source, (str, os.PathLike)):
         path = resolve_path(os.fspath(source), base=base, where=where or "path of the dataset")
@@ -110,7 +110,7 @@ def _read(source: Any, *, base: str, direct: LeafRef, index: MixIndex, where: st
         weights = tuple(schedule for _, schedule in source.items if schedule is not None)
         if not weights:
             return Concat(children=children, where=where)
-        return Blend(children=children, weights=weights, unit=source.unit, where=where)
+        return BlendNode(children=children, weights=weights, unit=source.unit, where=where)
     if isinstance(source, (list, tuple)):
         return _read(blender_from_sequence(source), base=base, direct=direct, index=index, where=where, depth=depth)
     raise ConfigurationError(

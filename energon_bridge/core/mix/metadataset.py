@@ -34,22 +34,22 @@ from typing import Any, get_args
 
 from energon_bridge.core.errors import ConfigurationError, MetadataError, UnknownSplitError, did_you_mean
 from energon_bridge.core.format.dataset_config import OWN_PACKAGES, is_own
-from energon_bridge.core.format.documents import Value
+from energon_bridge.core.format.documents import DocumentValue
 from energon_bridge.core.format.join import Nonmatch
 from energon_bridge.core.mix.opener import MixIndex
 from energon_bridge.core.mix.paths import DatasetKind, kind_of_reference, resolve_path, split_path
 from energon_bridge.core.mix.schedule import WeightSchedule, exact_number, parse_weight
 from energon_bridge.core.mix.tree import (
     AuxRef,
-    Blend,
+    BlendNode,
     Concat,
-    EpochizedBlend,
+    EpochizedNode,
     JoinEntry,
     Joiner,
     JoinRef,
     LeafRef,
-    Node,
     SubsetRange,
+    TreeNode,
     combine_multipliers,
     parse_subset,
 )
@@ -65,13 +65,13 @@ _RESERVED_AUX_NAMES = ("primary", "cache")
 _FILESYSTEM = re.compile(r"filesystem(?:\+([a-z][a-z0-9.-]*))?://", re.IGNORECASE)
 
 
-def _read_path(item: Value, *, base: str) -> str:
+def _read_path(item: DocumentValue, *, base: str) -> str:
     """Return `path` as an absolute path or URL."""
     path = item.get("path")
     return resolve_path(path.string(), base=base, where=path.at)
 
 
-def _read_subflavors(item: Value, scope: Scope) -> dict[str, Any]:
+def _read_subflavors(item: DocumentValue, scope: Scope) -> dict[str, Any]:
     """Return `subflavors` with those around them over it, and the old `subflavor: x` as `{__subflavor__: x}` below."""
     value = item.get("subflavors")
     subflavors = {} if value.plain is None else value.mapping()
@@ -79,7 +79,7 @@ def _read_subflavors(item: Value, scope: Scope) -> dict[str, Any]:
     return {**({} if old is None else {"__subflavor__": old}), **subflavors, **scope.subflavors}
 
 
-def _read_multiplier(item: Value, scope: Scope) -> int | None:
+def _read_multiplier(item: DocumentValue, scope: Scope) -> int | None:
     """Return `shuffle_over_epochs_multiplier` (1 or more, -1, or None), combined with what is around it."""
     value = item.get("shuffle_over_epochs_multiplier", 1)
     epochs = value.plain
@@ -88,7 +88,7 @@ def _read_multiplier(item: Value, scope: Scope) -> int | None:
     raise value.wrong("a whole number of epochs, -1 or null")
 
 
-def _read_repetitions(item: Value) -> Fraction:
+def _read_repetitions(item: DocumentValue) -> Fraction:
     """Return `repetitions` exactly as its digits say: 0.1 is 1/10."""
     value = item.get("repetitions", 1)
     number = exact_number(value.plain)
@@ -97,12 +97,12 @@ def _read_repetitions(item: Value) -> Fraction:
     return number
 
 
-def _read_weight(item: Value) -> WeightSchedule:
+def _read_weight(item: DocumentValue) -> WeightSchedule:
     value = item.get("weight", 1)
     return parse_weight(value.plain, where=value.where, field=value.field)
 
 
-def _read_nonmatch(item: Value, *, is_primary: bool) -> Nonmatch:
+def _read_nonmatch(item: DocumentValue, *, is_primary: bool) -> Nonmatch:
     """Return `nonmatch` of a join's entry; the primary has none."""
     value = item.get("nonmatch", "error")
     nonmatch: Nonmatch = value.plain
@@ -116,7 +116,7 @@ def _read_nonmatch(item: Value, *, is_primary: bool) -> Nonmatch:
     return nonmatch
 
 
-def _read_aux(item: Value, *, base: str) -> dict[str, AuxRef]:
+def _read_aux(item: DocumentValue, *, base: str) -> dict[str, AuxRef]:
     """Return `aux`: stores for cookers by name, with absolute paths."""
     value = item.get("aux")
     if value.plain is None:
@@ -127,7 +127,7 @@ def _read_aux(item: Value, *, base: str) -> dict[str, AuxRef]:
     return {name: _aux(value.get(name), base=base) for name in value.plain}
 
 
-def _aux(value: Value, *, base: str) -> AuxRef:
+def _aux(value: DocumentValue, *, base: str) -> AuxRef:
     is_filesystem = False
     place = value
     if isinstance(value.plain, dict):  # the long form: {path: ...} or {fs_path: ...}
@@ -136,7 +136,7 @@ def _aux(value: Value, *, base: str) -> AuxRef:
             raise value.wrong("either `path` or `fs_path`")
         key, text = next(iter(value.plain.items()))
         is_filesystem = key == "fs_path"
-        place = Value(text, value.where, value.field)
+        place = DocumentValue(text, value.where, value.field)
     text = place.string()
     match = None if is_filesystem else _FILESYSTEM.match(text)
     if match:
@@ -149,7 +149,7 @@ def _aux(value: Value, *, base: str) -> AuxRef:
     return AuxRef(path=path, is_filesystem=is_filesystem)
 
 
-def _read_joiner(item: Value) -> Joiner:
+def _read_joiner(item: DocumentValue) -> Joiner:
     """Return `joiner`, by name; nothing is imported. Python code may give the type or function itself."""
     joiner = item.get("joiner")
     target = joiner.plain
@@ -217,7 +217,7 @@ class Scope:
     is_read: bool = True
 
 
-def read_metadataset_file(path: str, *, split_part: str, index: MixIndex) -> Node:
+def read_metadataset_file(path: str, *, split_part: str, index: MixIndex) -> TreeNode:
     """Read one split of the metadataset at an absolute path or URL, and of those it refers to.
 
     Raises UnknownSplitError, DatasetNotFoundError or MetadataError.
@@ -225,7 +225,7 @@ def read_metadataset_file(path: str, *, split_part: str, index: MixIndex) -> Nod
     return _read_file(path, at="", split_part=split_part, outer=Scope(base="", split_part=split_part, index=index))
 
 
-def _read_file(path: str, *, at: str, split_part: str, outer: Scope) -> Node:
+def _read_file(path: str, *, at: str, split_part: str, outer: Scope) -> TreeNode:
     """Read a metadataset; `at` is the place of the reference to it, and `outer` what surrounds that."""
     step = (path, split_part)
     if step in outer.chain:
@@ -235,23 +235,23 @@ def _read_file(path: str, *, at: str, split_part: str, outer: Scope) -> Node:
     if len(outer.chain) >= _MAX_DEPTH:
         raise MetadataError(f"{at}: metadatasets are nested more than {_MAX_DEPTH} deep.")
     inner = replace(outer, base=split_path(path)[0], split_part=split_part, chain=(*outer.chain, step))
-    return _read_document(Value(outer.index.document(path), path), scope=inner)
+    return _read_document(DocumentValue(outer.index.document(path), path), scope=inner)
 
 
-def read_metadataset_dict(document: Mapping[str, Any], *, split_part: str, base: str, index: MixIndex) -> Node:
+def read_metadataset_dict(document: Mapping[str, Any], *, split_part: str, base: str, index: MixIndex) -> TreeNode:
     """Read one split of a metadataset given as a dict; `base` is the folder that its paths are relative to."""
     scope = Scope(base=base, split_part=split_part, index=index)
-    return _read_document(Value(dict(document), "mix given as a dict"), scope=scope)
+    return _read_document(DocumentValue(dict(document), "mix given as a dict"), scope=scope)
 
 
 def metadataset_splits(path: str) -> list[str]:
     """Return the names of the splits of the metadataset at an absolute path or URL."""
-    document = Value(MixIndex().document(path), path)
+    document = DocumentValue(MixIndex().document(path), path)
     document.mapping()
     return list(document.get("splits").mapping())
 
 
-def _read_document(document: Value, *, scope: Scope) -> Node:
+def _read_document(document: DocumentValue, *, scope: Scope) -> TreeNode:
     document.mapping()
     read = _read_item if _is_v2(document) else _read_v1
     document.check_keys(("__module__", "__class__", "splits"), required=("splits",))
@@ -266,7 +266,7 @@ def _read_document(document: Value, *, scope: Scope) -> Node:
     return read(splits.get(scope.split_part), scope=scope)
 
 
-def _is_v2(document: Value) -> bool:
+def _is_v2(document: DocumentValue) -> bool:
     module = document.get("__module__", OWN_PACKAGES[0])
     if not isinstance(module.plain, str) or not is_own(module.plain):
         raise module.wrong(f"one of {', '.join(OWN_PACKAGES)}")
@@ -277,7 +277,7 @@ def _is_v2(document: Value) -> bool:
     return bool(name.plain == _V2)
 
 
-def _read_v1(split: Value, *, scope: Scope) -> Blend:
+def _read_v1(split: DocumentValue, *, scope: Scope) -> BlendNode:
     if "datasets" not in split.mapping() and split.plain.keys() & _STRUCTURE_KEYS.keys():
         raise MetadataError(
             f"{split.at}: this is the syntax of version 2, but the file says version 1. Add "
@@ -291,10 +291,10 @@ def _read_v1(split: Value, *, scope: Scope) -> Blend:
         reference.check_keys(_V1_KEYS, required=("path",))
         children.append(_read_reference(reference, scope=scope))
         weights.append(_read_weight(reference))
-    return Blend(children=tuple(children), weights=tuple(weights), where=datasets.at)
+    return BlendNode(children=tuple(children), weights=tuple(weights), where=datasets.at)
 
 
-def _read_item(item: Value, *, scope: Scope, extra: str | None = None) -> Node:
+def _read_item(item: DocumentValue, *, scope: Scope, extra: str | None = None) -> TreeNode:
     """Read an item of version 2; `extra` is the key that the structure around it adds to each item."""
     structures = [key for key in _STRUCTURE_KEYS if key in item.mapping()]
     extras = {extra} if extra else frozenset[str]()
@@ -317,13 +317,13 @@ def _read_item(item: Value, *, scope: Scope, extra: str | None = None) -> Node:
     children = tuple([_read_item(child, scope=inner, extra=own) for child in items])
     if structure == "blend":
         weights = tuple(map(_read_weight, items))
-        return Blend(children=children, weights=weights, unit=_expression(item, "unit"), where=listed.at)
+        return BlendNode(children=children, weights=weights, unit=_expression(item, "unit"), where=listed.at)
     if structure == "blend_epochized":
-        return EpochizedBlend(children=children, repetitions=tuple(map(_read_repetitions, items)), where=listed.at)
+        return EpochizedNode(children=children, repetitions=tuple(map(_read_repetitions, items)), where=listed.at)
     return Concat(children=children, where=listed.at)
 
 
-def _items(value: Value) -> Iterator[Value]:
+def _items(value: DocumentValue) -> Iterator[DocumentValue]:
     """Yield the items of a list that must not be empty."""
     if not isinstance(value.plain, list) or not value.plain:
         raise value.wrong("a list of at least one dataset")
@@ -334,13 +334,13 @@ def _within(scope: Scope, subset: SubsetRange | None) -> Scope:
     return scope if subset is None else replace(scope, subsets=(subset, *scope.subsets))
 
 
-def _filters(item: Value, *, scope: Scope) -> tuple[str, ...]:
+def _filters(item: DocumentValue, *, scope: Scope) -> tuple[str, ...]:
     """Return the filters around an item and its own."""
     text = _expression(item, "filter")
     return scope.filters if text is None else (text, *scope.filters)
 
 
-def _expression(item: Value, key: str) -> str | None:
+def _expression(item: DocumentValue, key: str) -> str | None:
     """Return an optional expression of columns."""
     text = item.text(key)
     try:
@@ -349,7 +349,7 @@ def _expression(item: Value, key: str) -> str | None:
         raise MetadataError(f"{item.get(key).at}: {error}") from error
 
 
-def _read_reference(item: Value, *, scope: Scope) -> Node:
+def _read_reference(item: DocumentValue, *, scope: Scope) -> TreeNode:
     path = _read_path(item, base=scope.base)
     if scope.is_read:
         kind = kind_of_reference(path, where=item.at)
@@ -368,7 +368,7 @@ def _read_reference(item: Value, *, scope: Scope) -> Node:
     return _read_file(path, at=item.at, split_part=leaf.split_part, outer=inner)
 
 
-def _leaf(item: Value, *, path: str, kind: DatasetKind, scope: Scope) -> LeafRef:
+def _leaf(item: DocumentValue, *, path: str, kind: DatasetKind, scope: Scope) -> LeafRef:
     """Read the settings of a reference and merge them with those around it."""
     nested = kind is DatasetKind.METADATASET
     refused = {DatasetKind.METADATASET: ("dataset_config", "split_config", "aux"), DatasetKind.PREPARED: ()}
@@ -392,7 +392,7 @@ def _leaf(item: Value, *, path: str, kind: DatasetKind, scope: Scope) -> LeafRef
     )
 
 
-def _read_join(item: Value, *, scope: Scope) -> JoinRef:
+def _read_join(item: DocumentValue, *, scope: Scope) -> JoinRef:
     if scope.filters:
         raise MetadataError(
             f"{item.at}: a join cannot be filtered, but `filter: {scope.filters[0]}` contains it. "
@@ -431,7 +431,7 @@ def _read_join(item: Value, *, scope: Scope) -> JoinRef:
 
 
 def _read_entry(
-    item: Value, *, name: str | None, is_primary: bool, defaults: dict[str, str | None], scope: Scope
+    item: DocumentValue, *, name: str | None, is_primary: bool, defaults: dict[str, str | None], scope: Scope
 ) -> JoinEntry:
     item.check_keys(_ENTRY_KEYS, required=("path",))
     path = _read_path(item, base=scope.base)
@@ -442,6 +442,6 @@ def _read_entry(
             # Energon accepts and ignores these.
             _log.warning("%s: has no effect inside a join; put it on the join itself.", item.get(key).at)
     reference = {key: entry for key, entry in item.plain.items() if key not in _WITHOUT_EFFECT and entry is not None}
-    merged = Value({**defaults, **reference}, item.where, item.field)
+    merged = DocumentValue({**defaults, **reference}, item.where, item.field)
     leaf = _leaf(merged, path=path, kind=DatasetKind.PREPARED, scope=scope)
     return JoinEntry(leaf=leaf, name=name, nonmatch=_read_nonmatch(item, is_primary=is_primary))

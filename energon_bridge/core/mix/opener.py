@@ -29,7 +29,7 @@ from energon_bridge.core.format.dataset import (
     with_times,
 )
 from energon_bridge.core.format.dataset_config import DatasetConfig, DatasetConfigs
-from energon_bridge.core.format.documents import Value, parse_document
+from energon_bridge.core.format.documents import DocumentValue, parse_document
 from energon_bridge.core.format.foreign import ForeignFormat, format_at, format_named
 from energon_bridge.core.format.jsonl import open_jsonl
 from energon_bridge.core.format.nvmeta import (
@@ -84,16 +84,16 @@ _MAX_LISTED, _MAX_LISTED_PER_DATASET = 20_000, 20
 """Buckets with more files than this, and more for each dataset, are not listed: a request lists a thousand."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
-Place = tuple[str, str, str, str]
+DatasetKey = tuple[str, str, str, str]
 """Path of a dataset, split part, and names of its dataset config and split config."""
 
-Stamp = list[Any]
+StampOfFile = list[Any]
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """The index entry of a dataset; `config` is the content of its dataset.yaml as JSON."""
 
-    stamps: list[Stamp]
+    stamps: list[StampOfFile]
     shards: list[str]
     counts: list[int]
     sizes: list[int]
@@ -158,11 +158,11 @@ class MixIndex:
         self._documents[path] = (key, line)
         return value
 
-    def find(self, place: Place) -> tuple[Entry, list[int]] | None:
+    def find(self, place: DatasetKey) -> tuple[IndexEntry, list[int]] | None:
         """Return the entry of a dataset, and the modification times of its shards (0 in a bucket), if it is valid."""
         key = _line(place)
         for line in self._saved.get(key, ()):
-            known = Entry(*json.loads(line))
+            known = IndexEntry(*json.loads(line))
             config = known.config
             known = known._replace(config=self._configs[config])
             times = self._times_if_current(place[0], known)
@@ -171,7 +171,7 @@ class MixIndex:
                 return known, times
         return None
 
-    def record(self, place: Place, known: Entry) -> None:
+    def record(self, place: DatasetKey, known: IndexEntry) -> None:
         """Keep the entry of a dataset, unless it changed so recently that a later change might get the same time."""
         newest = max((time for stamp in known.stamps for time in stamp[2:4] if isinstance(time, int)), default=0)
         if newest < time.time_ns() - _SETTLED_NS:
@@ -180,7 +180,7 @@ class MixIndex:
             self._entries[_line(place)] = (_line(known._replace(config=config)), config)
             self._changed = True
 
-    def look_up(self, places: Iterable[Place]) -> None:
+    def look_up(self, places: Iterable[DatasetKey]) -> None:
         """List the files of buckets at some places, for `find` and `stamps_of`."""
         by_bucket: dict[str, list[str]] = {}
         for path in sorted({place[0] for place in places if "://" in place[0]}):
@@ -194,13 +194,13 @@ class MixIndex:
                 self._listed.update({store.url(name): version for name, version in versions.items()})
                 self._is_listed.update(paths)
 
-    def stamps_of(self, place: Place) -> list[Stamp]:
+    def stamps_of(self, place: DatasetKey) -> list[StampOfFile]:
         """Return the stamps of the files that describe a place; empty if they are unavailable.
 
         Take them before the files are read.
         """
         path, _, dataset_config, split_config = place
-        stamps: list[Stamp] = []
+        stamps: list[StampOfFile] = []
         if "://" in path and path not in self._is_listed:
             return stamps
         splits = [split_config, SPLIT_JSON] if split_config == DEFAULT_SPLIT_CONFIG else [split_config]
@@ -211,7 +211,7 @@ class MixIndex:
                     break  # the others are read only if this one is missing
         return stamps
 
-    def _stamp(self, path: str, name: str) -> Stamp:
+    def _stamp(self, path: str, name: str) -> StampOfFile:
         file = f"{path}/{meta_path(name)}"
         if "://" in path:
             return [name, *self._listed.get(file, ())]
@@ -221,7 +221,7 @@ class MixIndex:
             return [name]
         return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
-    def _times_if_current(self, path: str, known: Entry) -> list[int] | None:
+    def _times_if_current(self, path: str, known: IndexEntry) -> list[int] | None:
         """Return the modification times of the shards of an entry; None if a file is not what it was."""
         if "://" in path and path not in self._is_listed:
             return None
@@ -356,7 +356,7 @@ class DatasetOpener:
         self._indexed_configs: dict[str, DatasetConfig] = {}
         self._index = MixIndex() if index is None else index
         self._files = OpenFiles(stalls=Stalls(read_timeout_seconds))
-        self._opened: dict[Place, PreparedDataset] = {}
+        self._opened: dict[DatasetKey, PreparedDataset] = {}
 
     def open(self, ref: LeafRef) -> PreparedDataset:
         """Open the prepared dataset, the JSONL file or the foreign dataset of a reference.
@@ -370,14 +370,14 @@ class DatasetOpener:
                 dataset = self._opened[place] = self._open(ref, place)
         return dataset
 
-    def _open(self, ref: LeafRef, place: Place) -> PreparedDataset:
+    def _open(self, ref: LeafRef, place: DatasetKey) -> PreparedDataset:
         if ref.is_jsonl:
             return open_jsonl(ref.path, files=self._files)
         if (foreign := format_named(ref.path)) is not None:
             return self._foreign(foreign, place)
         return self._prepared_or_foreign(place)
 
-    def _prepared_or_foreign(self, place: Place) -> PreparedDataset:
+    def _prepared_or_foreign(self, place: DatasetKey) -> PreparedDataset:
         try:
             dataset = self._prepared(place)
         except NotPreparedError:
@@ -388,7 +388,7 @@ class DatasetOpener:
         check_counts(dataset)
         return dataset
 
-    def _foreign(self, foreign: ForeignFormat, place: Place) -> PreparedDataset:
+    def _foreign(self, foreign: ForeignFormat, place: DatasetKey) -> PreparedDataset:
         dataset = foreign.open(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
         return with_times(dataset)
 
@@ -411,7 +411,7 @@ class DatasetOpener:
         with ThreadPoolExecutor(min(_OPENING_THREADS, len(far)), "energon-open") as pool:
             list(pool.map(try_to_open, far.values()))
 
-    def _prepared(self, place: Place) -> PreparedDataset:
+    def _prepared(self, place: DatasetKey) -> PreparedDataset:
         path, split_part, dataset_config, split_config = place
         store = open_store(path, files=self._files)
         known = self._index.find(place)
@@ -434,7 +434,7 @@ class DatasetOpener:
         if stamps and not config.form.has_code and config.split_config is None:  # a file that has no stamp
             self._index.record(
                 place,
-                Entry(
+                IndexEntry(
                     stamps=stamps,
                     shards=list(dataset.shard_names),
                     counts=dataset.shard_counts.tolist(),
@@ -448,11 +448,11 @@ class DatasetOpener:
             )
         return dataset
 
-    def _from_index(self, store: Store, place: Place, known: Entry, times: list[int]) -> PreparedDataset:
+    def _from_index(self, store: Store, place: DatasetKey, known: IndexEntry, times: list[int]) -> PreparedDataset:
         config = self._indexed_configs.get(known.config)
         if config is None:
             where = store.url(meta_path(place[2]))
-            config = self._configs.build(Value(json.loads(known.config), where), store=store)
+            config = self._configs.build(DocumentValue(json.loads(known.config), where), store=store)
             self._indexed_configs[known.config] = config
         excluded = frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING
         facts = SplitFacts(
@@ -461,7 +461,7 @@ class DatasetOpener:
         return prepared(store, config, facts, split_part=place[1], config_name=place[2])
 
 
-def _place(ref: LeafRef) -> Place:
+def _place(ref: LeafRef) -> DatasetKey:
     config = ref.dataset_config or DEFAULT_DATASET_CONFIG
     split = ref.split_config or DEFAULT_SPLIT_CONFIG
     return ref.path, ref.split_part, config, split

@@ -26,7 +26,7 @@ from fractions import Fraction
 from typing import Any, Literal, Self, get_args
 
 from energon_bridge.core.errors import ConfigurationError, MetadataError, check_choice
-from energon_bridge.core.format.documents import Value
+from energon_bridge.core.format.documents import DocumentValue
 
 ScheduleKind = Literal["constant", "steps", "linear", "cosine"]
 _KINDS = get_args(ScheduleKind)
@@ -141,7 +141,7 @@ def parse_weight(value: Any, *, where: str, field: str) -> WeightSchedule:
     """Read a weight: a number, a schedule in the grammar above, or a WeightSchedule. Raises MetadataError."""
     if isinstance(value, WeightSchedule):
         return value
-    weight = Value(value, where, field)
+    weight = DocumentValue(value, where, field)
     try:
         if isinstance(value, dict):
             return _parse_schedule(weight)
@@ -157,7 +157,7 @@ def plain_number(value: Fraction) -> int | float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def _parse_schedule(weight: Value) -> WeightSchedule:
+def _parse_schedule(weight: DocumentValue) -> WeightSchedule:
     value = weight.mapping()
     keys = ("schedule", "value") if value.get("schedule") == "constant" else ("schedule", "points")
     known = {*keys} if "schedule" in value else {"schedule", "points", "value"}

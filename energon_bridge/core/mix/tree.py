@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from energon_bridge.core.errors import MetadataError
-from energon_bridge.core.format.documents import Value
+from energon_bridge.core.format.documents import DocumentValue
 from energon_bridge.core.format.join import Nonmatch
 from energon_bridge.core.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
 from energon_bridge.core.mix.schedule import WeightSchedule
@@ -123,23 +123,23 @@ class JoinRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blend:
+class BlendNode:
     """An endless blend: each child gets weight / sum of weights of the draws, or of an amount.
 
     `unit` is the amount, a column or an expression of columns; None: draws.
     """
 
-    children: tuple[Node, ...]
+    children: tuple[TreeNode, ...]
     weights: tuple[WeightSchedule, ...]
     unit: str | None = None
     where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochizedBlend:
+class EpochizedNode:
     """A blend whose epoch has every sample of a child `repetitions` times."""
 
-    children: tuple[Node, ...]
+    children: tuple[TreeNode, ...]
     repetitions: tuple[Fraction, ...]
     where: str = field(default="", compare=False)
 
@@ -148,12 +148,12 @@ class EpochizedBlend:
 class Concat:
     """Children in order, as if they were one dataset."""
 
-    children: tuple[Node, ...]
+    children: tuple[TreeNode, ...]
     where: str = field(default="", compare=False)
 
 
-Leaf = LeafRef | JoinRef
-Node = LeafRef | JoinRef | Blend | EpochizedBlend | Concat
+TreeLeaf = LeafRef | JoinRef
+TreeNode = LeafRef | JoinRef | BlendNode | EpochizedNode | Concat
 
 
 def combine_multipliers(outer: int | None, inner: int | None) -> int | None:
@@ -163,7 +163,7 @@ def combine_multipliers(outer: int | None, inner: int | None) -> int | None:
     return -1 if -1 in (outer, inner) else outer * inner
 
 
-def filtered(node: Node, text: str) -> Node:
+def filtered(node: TreeNode, text: str) -> TreeNode:
     """Return a tree with all its datasets filtered; raises MetadataError for a join."""
     if isinstance(node, JoinRef):
         raise MetadataError(f"{node.where}: a join cannot be filtered: filter={text!r}. Filter the other datasets.")
@@ -172,7 +172,7 @@ def filtered(node: Node, text: str) -> Node:
     return replace(node, children=tuple(filtered(child, text) for child in node.children))
 
 
-def data_identity(leaf: Leaf) -> Hashable:
+def data_identity(leaf: TreeLeaf) -> Hashable:
     """Return a value that is equal for leaves that read the same samples, as far as paths and settings can tell."""
     subset = merge_subsets(leaf.subsets)
     if isinstance(leaf, JoinRef):
@@ -200,7 +200,7 @@ def data_identity(leaf: Leaf) -> Hashable:
 _EXPECTED = '["25%", "75%"], [100, 200], ["20%", "end"] or [100, "end"]'
 
 
-def parse_subset(value: Value, *, allow_absolute: bool) -> SubsetRange | None:
+def parse_subset(value: DocumentValue, *, allow_absolute: bool) -> SubsetRange | None:
     """Read `{range: [a, b]}`; `allow_absolute` is False above the leaves. Raises MetadataError naming the place."""
     if value.plain is None:
         return None

@@ -72,7 +72,7 @@ class SummingBlend(Protocol):
         """Return the draws of a lane, from a position on."""
 
 
-class BucketBlend(Protocol):
+class BlendOfBuckets(Protocol):
     """Says which bucket a microbatch comes from, and for each bucket the blend of its leaves, by its number."""
 
     @property
@@ -83,7 +83,7 @@ class BucketBlend(Protocol):
     def of_leaf(self) -> Sequence[int]: ...
     @property
     def blends(self) -> Sequence[Blend]: ...
-    def without(self, gone: frozenset[int]) -> BucketBlend: ...
+    def without(self, gone: frozenset[int]) -> BlendOfBuckets: ...
     def bucket(self, microbatch: int) -> int: ...
     def draws_in(self, bucket: int, leaf_draws: Sequence[int]) -> int: ...
     def leaf_draws(self, lane: int, microbatch: int) -> list[int]: ...
@@ -94,8 +94,8 @@ def has_sums(blend: object) -> TypeGuard[SummingBlend]:
     return hasattr(blend, "draws")
 
 
-def has_buckets(blend: object) -> TypeGuard[BucketBlend]:
-    """Whether a blend is a `BucketBlend`, whose buckets have blends of their own."""
+def has_buckets(blend: object) -> TypeGuard[BlendOfBuckets]:
+    """Whether a blend is a `BlendOfBuckets`, whose buckets have blends of their own."""
     return hasattr(blend, "blends")
 
 
@@ -104,7 +104,7 @@ def goes_by_number(blend: object) -> TypeGuard[Blend]:
     return hasattr(blend, "leaves")
 
 
-AnyBlend: TypeAlias = Blend | SummingBlend | BucketBlend
+AnyBlend: TypeAlias = Blend | SummingBlend | BlendOfBuckets
 """Says which leaf each draw of a lane comes from: by its number alone, by what was drawn before, or by its bucket."""
 
 

@@ -265,9 +265,7 @@ def _index(
     progress: Progress,
 ) -> tuple[dict[str, int], tuple[str, ...], Any]:
     """Stage the indexes of all shards; return samples per shard, all part names, sorted, and the media found."""
-    known = {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
-    if checksums:
-        known = {shard: count for shard, count in known.items() if store.exists(checksums_path(shard))}
+    known = _unchanged(store, shards, earlier, checksums)
     new = [shard for shard in shards if shard not in known]
     counts: dict[str, int] = {}
     part_names: set[str] = set(earlier.part_names) if earlier is not None and known else set()
@@ -299,11 +297,8 @@ def _index(
             else:
                 if writer is not None:
                     writer.add(number, record.scan)
-                elif record.scan.linked:
-                    raise ConfigurationError(
-                        f"{store.url(shard)}: has {len(record.scan.linked):,} hard links, which are looked up in the "
-                        "key index. Leave out --no-key-index, or write files in their place: energon convert SOURCE OUT"
-                    )
+                else:
+                    _refuse_links(store, shard, record)
                 staging.add(index_name(shard), encode_index(record.scan.offsets))
                 if checksums:
                     staging.add(checksums_path(shard), record.checksums)
@@ -311,11 +306,7 @@ def _index(
                 versions[shard] = record.made_of
                 part_names.update(record.scan.part_names)
             progress(number + 1, len(shards))
-        if missing:
-            raise ConfigurationError(
-                f"{store.root}: {len(missing)} of {len(shards)} tars were not scanned by any task, or changed since; "
-                f"the first is {missing[0]}. Run their tasks again, or run this without --finish."
-            )
+        _refuse_missing(store, missing, len(shards))
         if writer is not None:
             if media is None and in_place is None:
                 _keep_media(store, writer)
@@ -325,6 +316,30 @@ def _index(
                 indexed = add(store, shards, index, media, num_workers=num_workers, progress=progress)
     staging.add(meta_path(_TARS), json.dumps({"versions": versions, "part_names": sorted(part_names)}).encode())
     return counts, tuple(sorted(part_names)), indexed
+
+
+def _unchanged(store: Store, shards: Sequence[str], earlier: _Earlier | None, checksums: bool) -> dict[str, int]:
+    """Return the samples of the shards that were indexed before, and have not changed since."""
+    known = {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
+    return {shard: count for shard, count in known.items() if not checksums or store.exists(checksums_path(shard))}
+
+
+def _refuse_links(store: Store, shard: str, record: ShardRecord) -> None:
+    """Raise ConfigurationError for a tar with hard links, if there is no key index."""
+    if record.scan.linked:
+        raise ConfigurationError(
+            f"{store.url(shard)}: has {len(record.scan.linked):,} hard links, which are looked up in the "
+            "key index. Leave out --no-key-index, or write files in their place: energon convert SOURCE OUT"
+        )
+
+
+def _refuse_missing(store: Store, missing: Sequence[str], total: int) -> None:
+    """Raise ConfigurationError if the tasks have not scanned all tars."""
+    if missing:
+        raise ConfigurationError(
+            f"{store.root}: {len(missing)} of {total} tars were not scanned by any task, or changed since; "
+            f"the first is {missing[0]}. Run their tasks again, or run this without --finish."
+        )
 
 
 def _scan(store: Store, keep: bool, find_only: bool, checksums: bool, shard: str) -> ShardRecord | None:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any, NoReturn
 
 from energon_bridge.core.errors import FatalSampleError
-from energon_bridge.core.order.choose import BucketBlend
+from energon_bridge.core.order.choose import BlendOfBuckets
 from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.rows import BatchRow, Taken
@@ -24,7 +24,7 @@ class BucketDraws:
         blend: Says which bucket a microbatch comes from, and holds the blend of each bucket.
     """
 
-    def __init__(self, number: int, pipeline: Pipeline, blend: BucketBlend, state: LaneState) -> None:
+    def __init__(self, number: int, pipeline: Pipeline, blend: BlendOfBuckets, state: LaneState) -> None:
         self._number = number
         self._pipeline = pipeline
         self._blend = blend

@@ -24,14 +24,14 @@ from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.storage import ByteRange, open_store
 from energon_bridge.core.storage.ranges import RangeReader
 from energon_bridge.models.av.headers import tells_frames
-from energon_bridge.models.av.media import AVData, Media, opened, start_of, tensor_of, ticks
+from energon_bridge.models.av.media import AVData, MediaFile, opened, start_of, tensor_of, ticks
 from energon_bridge.models.av.metadata import audio_metadata, claimed_rate, end_of_frames, known_length, video_metadata
 from energon_bridge.models.av.sound import AudioReader, as_floats, resample
 from energon_bridge.models.av.streams import (
+    FrameReader,
+    FrameTurn,
     PacketsDifferError,
     Pixels,
-    Reader,
-    Turn,
     VideoReader,
     beyond,
     clip_of,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
-Ranges = Sequence[tuple[float, float]]
+TimeRanges = Sequence[tuple[float, float]]
 T = TypeVar("T")
 _TOLD_BY_HEAD = ("wav", "wave", "rf64", "w64", "aif", "aiff", "aifc", "avi")
 """Extensions of files that are opened according to their first bytes."""
@@ -94,8 +94,8 @@ class AVDecoder:
         self.autorotate = autorotate
         self.bytes_read = 0
         self._name = name
-        self._open: Media | None = None
-        self._video: Reader | None = None
+        self._open: MediaFile | None = None
+        self._video: FrameReader | None = None
         self._tells: bool | None = None  # whether packets tell frames
         self._times: IntArray | None = None  # of all frames, where packets do not
         self._audio: AudioReader | None = None
@@ -142,7 +142,7 @@ class AVDecoder:
         self._held.pop().close()
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[Media]:
+    def _opened(self) -> Iterator[MediaFile]:
         """Open the file, unless a caller has opened it."""
         if self._open is not None:
             yield self._open
@@ -157,7 +157,7 @@ class AVDecoder:
             if isinstance(file, RangeReader):
                 self.bytes_read += file.bytes_read
 
-    def _video_of(self, media: Media) -> Reader:
+    def _video_of(self, media: MediaFile) -> FrameReader:
         self._audio = None  # the readers share the container's one position, and take turns
         if self._video is None and (tells_frames(media) if self._tells is None else self._tells):
             self._video = VideoReader(media)
@@ -166,7 +166,7 @@ class AVDecoder:
             self._times = whole.times
         return self._video
 
-    def _reading(self, media: Media, read: Callable[[Callable[[], Reader]], T]) -> T:
+    def _reading(self, media: MediaFile, read: Callable[[Callable[[], FrameReader]], T]) -> T:
         """Read the video, by its packets or, if they turn out not to tell its frames, from its beginning."""
         try:
             return read(lambda: self._video_of(media))
@@ -175,7 +175,7 @@ class AVDecoder:
             self._tells = False
             return read(lambda: self._video_of(media))
 
-    def _audio_of(self, media: Media) -> AudioReader:
+    def _audio_of(self, media: MediaFile) -> AudioReader:
         self._video = None
         if self._audio is None:
             self._audio = AudioReader(media)
@@ -183,7 +183,7 @@ class AVDecoder:
 
     def open_container(self) -> Any:
         """Return the file as PyAV's open container, which the caller closes. Raises DecodeError."""
-        return Media(self._file(), self.name).container
+        return MediaFile(self._file(), self.name).container
 
     def _head(self) -> bytes:
         """Return the first bytes of the file if they cost nothing, or its name says that they tell something."""
@@ -228,8 +228,8 @@ class AVDecoder:
 
     def get_clips(
         self,
-        video_clip_ranges: Ranges | None = None,
-        audio_clip_ranges: Ranges | None = None,
+        video_clip_ranges: TimeRanges | None = None,
+        audio_clip_ranges: TimeRanges | None = None,
         video_unit: Literal["frames", "seconds"] = "seconds",
         audio_unit: Literal["samples", "seconds"] = "seconds",
         video_out_frame_size: tuple[int, int] | None = None,
@@ -246,7 +246,7 @@ class AVDecoder:
 
     def get_video_clips(
         self,
-        video_clip_ranges: Ranges,
+        video_clip_ranges: TimeRanges,
         video_unit: Literal["frames", "seconds"] = "seconds",
         video_out_frame_size: tuple[int, int] | None = None,
     ) -> Clips:
@@ -301,9 +301,9 @@ class AVDecoder:
 
     def _clips(
         self,
-        media: Media,
-        reader: Reader,
-        ranges: Ranges,
+        media: MediaFile,
+        reader: FrameReader,
+        ranges: TimeRanges,
         unit: str,
         pixels_of: Callable[[Any], Any],
         joined: Callable[[list[Any]], Any],
@@ -339,7 +339,7 @@ class AVDecoder:
 
     def get_audio_clips(
         self,
-        audio_clip_ranges: Ranges,
+        audio_clip_ranges: TimeRanges,
         audio_unit: Literal["samples", "seconds"] = "seconds",
         *,
         audio_sample_rate: int | None = None,
@@ -462,7 +462,7 @@ class AVDecoder:
         """
         with self._opened() as media:
 
-            def times(reader: Callable[[], Reader]) -> list[float]:
+            def times(reader: Callable[[], FrameReader]) -> list[float]:
                 base = (frames := reader()).base
                 ticks = frames.times_of(numbers, int(precision / base))
                 if None in ticks:
@@ -517,18 +517,18 @@ class AVDecoder:
             claimed = claimed_rate(media)
         return float(1 / claimed) if claimed else 1 / self.get_video_fps()
 
-    def _video_metadata(self, media: Media, **asked: bool) -> AVMetadata:
+    def _video_metadata(self, media: MediaFile, **asked: bool) -> AVMetadata:
         self._video = self._audio = None
         return self._reading(media, lambda reader: video_metadata(media, reader, **asked))
 
-    def _turn(self, media: Media) -> Turn:
+    def _turn(self, media: MediaFile) -> FrameTurn:
         """Return how the video is turned, which only a decoded frame tells."""
         self._video = self._audio = None
         first = [(0, 0)]
         made, _ = self._reading(
             media, lambda reader: self._clips(media, reader(), first, "frames", turn_of, lambda rows: rows[0])
         )
-        return made[0] if made else Turn()
+        return made[0] if made else FrameTurn()
 
 
 def _made(cls: type[AVDecoder], stream: Any, suppress_warnings: bool, name: str, audio_format: Any) -> AVDecoder:
@@ -539,7 +539,7 @@ def _known(metadata: AVMetadata) -> dict[str, Any]:
     return {name: value for name, value in asdict(metadata).items() if value is not None}
 
 
-def _check(ranges: Ranges, unit: str, units: tuple[str, str], kind: str) -> None:
+def _check(ranges: TimeRanges, unit: str, units: tuple[str, str], kind: str) -> None:
     if unit not in units:
         raise ConfigurationError(f"there is no {kind}_unit {unit!r}; known: {', '.join(units)}")
     for begin, end in ranges:

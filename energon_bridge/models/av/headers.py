@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from energon_bridge.models.av.media import Media
+from energon_bridge.models.av.media import MediaFile
 
 _PACKET_PER_FRAME = ("h264", "hevc", "vp8", "vp9", "av1", "ffv1", "png")
 """Codecs with a packet for each frame, known decoding times and exact seeks; so have those with key frames alone."""
 
 
-def tells_frames(media: Media) -> bool:
+def tells_frames(media: MediaFile) -> bool:
     """Return whether the packets of a video tell its frames: their number, their times and where they can be decoded.
 
     Other videos must be decoded from their beginning: VVC, whose decoding times Matroska does not give; MPEG-4 with
@@ -34,7 +34,7 @@ def tells_frames(media: Media) -> bool:
     return bool(codec.intra_only or codec.canonical_name in _PACKET_PER_FRAME) and _has_one_edit(media, stream)
 
 
-def _has_one_edit(media: Media, stream: Any) -> bool:
+def _has_one_edit(media: MediaFile, stream: Any) -> bool:
     """Whether the index of an MP4 goes through the file once, and cuts off nothing but its ends."""
     entries = stream.index_entries
     if "mp4" not in media.container.format.name or not len(entries):

@@ -61,7 +61,7 @@ def import_av() -> ModuleType:
     return av
 
 
-class Media:
+class MediaFile:
     """An open file.
 
     Attributes:
@@ -196,16 +196,16 @@ def _number_channels(context: Any) -> None:
 
 
 @contextlib.contextmanager
-def opened(file: BinaryIO, name: str, head: bytes = b"") -> Iterator[Media]:
+def opened(file: BinaryIO, name: str, head: bytes = b"") -> Iterator[MediaFile]:
     """Open a file, whose first bytes may be known, for the duration of the `with` block. Raises DecodeError."""
-    media = Media(file, name, head)
+    media = MediaFile(file, name, head)
     try:
         yield media
     finally:
         media.close()
 
 
-def length_of(media: Media, stream: Any) -> Fraction | None:
+def length_of(media: MediaFile, stream: Any) -> Fraction | None:
     """Return the duration of a stream in seconds, or else that which its file claims; None if it is not in a header."""
     own = own_length(stream)
     if own is not None or media.container.duration is None:
@@ -229,7 +229,7 @@ def _opus_preskip(stream: Any) -> Fraction:
     return Fraction(int.from_bytes(head[10:12], "little"), 48000) if is_counted else Fraction(0)
 
 
-def is_estimate(media: Media) -> bool:
+def is_estimate(media: MediaFile) -> bool:
     """Whether libav only estimates a duration, by the rate of the first packets: AAC, AMR, and MP3 without a count."""
     file = media.file
     form = media.container.format.name
@@ -242,14 +242,14 @@ def is_estimate(media: Media) -> bool:
     return not any(name in frame for name in (b"Xing", b"Info", b"VBRI"))
 
 
-def links_of(media: Media) -> list[tuple[int, int]]:
+def links_of(media: MediaFile) -> list[tuple[int, int]]:
     """Return begin and end of the files that a sound is a chain of: several in some Oggs, else one."""
     if media.container.format.name != "ogg" or media.video is not None:
         return [(0, 0)]
     return chained(media.file)
 
 
-def has_all_packets(media: Media) -> bool:
+def has_all_packets(media: MediaFile) -> bool:
     """Return whether headers show that the file is not cut off: an MP4's index, or the size that an AVI gives."""
     file = media.file
     form = media.container.format.name

@@ -14,7 +14,7 @@ from typing import Any
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.format.media import AVMetadata
 from energon_bridge.models.av.media import (
-    Media,
+    MediaFile,
     has_all_packets,
     is_estimate,
     length_of,
@@ -24,7 +24,7 @@ from energon_bridge.models.av.media import (
     ticks,
 )
 from energon_bridge.models.av.sound import BARE_FORMATS, BROADCASTS, AudioReader
-from energon_bridge.models.av.streams import Reader
+from energon_bridge.models.av.streams import FrameReader
 
 _EXACT_DURATIONS = ("pcm_", "flac", "alac", "wavpack")
 """Codecs whose packets have exactly the duration of their samples."""
@@ -34,13 +34,13 @@ _CUT_OFF_SECONDS = Fraction(1, 2)
 """If the headers claim this much more than any stream has, the file is cut off."""
 
 
-def claimed_rate(media: Media) -> Fraction | None:
+def claimed_rate(media: MediaFile) -> Fraction | None:
     """Return the frames a second by the header: the mean in MP4, elsewhere often that of the shortest frames."""
     stream = media.stream("video")
     return stream.average_rate or stream.guessed_rate or None
 
 
-def _mean_rate(media: Media, reader: Callable[[], Reader]) -> float | None:
+def _mean_rate(media: MediaFile, reader: Callable[[], FrameReader]) -> float | None:
     """Return the frames a second of the video: in MP4 by its index, else by its header if all frames agree with it."""
     claimed = claimed_rate(media)
     if claimed and "mp4" in media.container.format.name and media.stream("video").frames:
@@ -52,7 +52,7 @@ def _mean_rate(media: Media, reader: Callable[[], Reader]) -> float | None:
     return float(frames / length)
 
 
-def known_length(media: Media, stream: Any) -> Fraction | None:
+def known_length(media: MediaFile, stream: Any) -> Fraction | None:
     """Return the duration of a stream in seconds; None if headers do not tell any.
 
     A duration that the headers give for the whole file is that of its longest stream. So the last packets are read, or
@@ -98,7 +98,7 @@ def _is_vague(stream: Any) -> bool:
     return form in (*BROADCASTS, "asf") or (form == "avi" and stream.type == "audio")
 
 
-def _length_of_packets(media: Media, index: int) -> Fraction:
+def _length_of_packets(media: MediaFile, index: int) -> Fraction:
     media.rewind()
     stream = media.container.streams[index]
     media.only(stream)
@@ -106,7 +106,7 @@ def _length_of_packets(media: Media, index: int) -> Fraction:
         return Fraction(sum(packet.duration or 0 for packet in media.container.demux(stream)) * stream.time_base)
 
 
-def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:
+def _end_of(media: MediaFile, index: int, claimed: Fraction) -> Fraction:
     """Return when the last packet of a stream ends, in seconds, from the last packets of the file."""
     for seeks in (True, False):
         if not seeks:
@@ -132,7 +132,7 @@ def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:
     return Fraction(0)
 
 
-def end_of_frames(media: Media, reader: Callable[[], Reader]) -> float | None:
+def end_of_frames(media: MediaFile, reader: Callable[[], FrameReader]) -> float | None:
     """Return when the last frame of a video ends, by its mean duration; None if the file may be cut off."""
     stream = media.stream("video")
     end = start_of(stream) + (length_of(media, stream) or 0)
@@ -144,8 +144,8 @@ def end_of_frames(media: Media, reader: Callable[[], Reader]) -> float | None:
 
 
 def video_metadata(
-    media: Media,
-    reader: Callable[[], Reader],
+    media: MediaFile,
+    reader: Callable[[], FrameReader],
     *,
     duration: bool = True,
     frame_count: bool = True,
@@ -172,7 +172,7 @@ def video_metadata(
     )
 
 
-def audio_metadata(media: Media, *, duration: bool = True, num_samples: bool = False) -> AVMetadata:
+def audio_metadata(media: MediaFile, *, duration: bool = True, num_samples: bool = False) -> AVMetadata:
     """Return the requested metadata of the sound."""
     stream = media.stream("audio")
     context = stream.codec_context

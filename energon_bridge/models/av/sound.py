@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.core.errors import DecodeError
-from energon_bridge.models.av.media import Media, import_av, is_estimate, links_of, opened, own_length, start_of
+from energon_bridge.models.av.media import MediaFile, import_av, is_estimate, links_of, opened, own_length, start_of
 
 _PREROLL_SECONDS = Fraction(1, 2)
 _JITTER_SECONDS = Fraction(1, 50)
@@ -54,7 +54,7 @@ class _Blocks:
 class AudioReader:
     """Reads samples of the audio stream of an open file."""
 
-    def __init__(self, media: Media) -> None:
+    def __init__(self, media: MediaFile) -> None:
         self._media = media
         self._stream = media.stream("audio")
         self.rate: int = self._stream.codec_context.sample_rate

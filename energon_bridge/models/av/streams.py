@@ -29,7 +29,7 @@ import numpy as np
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.models.av.headers import shows_frame
-from energon_bridge.models.av.media import Media, import_av, length_of, start_of, tensor_of
+from energon_bridge.models.av.media import MediaFile, import_av, length_of, start_of, tensor_of
 from energon_bridge.models.av.whole import WholeReader
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Packets:
         landings: Number of jumps; frames that were decoded before a jump are not neighbours of those after it.
     """
 
-    def __init__(self, media: Media) -> None:
+    def __init__(self, media: MediaFile) -> None:
         self._media = media
         self.landings = 0
         self._end = _NEVER
@@ -318,7 +318,7 @@ _X264_HEADER_BYTES = 2048
 class VideoReader:
     """Reads frames of the video stream of an open file; times are ticks of the stream."""
 
-    def __init__(self, media: Media) -> None:
+    def __init__(self, media: MediaFile) -> None:
         self._media = media
         self.packets = packets = Packets(media)
         self.base: Fraction = packets.stream.time_base
@@ -408,7 +408,7 @@ class VideoReader:
         return int(frame.duration or (round(1 / rate / self.base) if rate else 0))
 
 
-Reader = VideoReader | WholeReader
+FrameReader = VideoReader | WholeReader
 
 
 class Pixels:
@@ -442,7 +442,7 @@ class Pixels:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class FrameTurn:
     """How players turn a frame: mirrored from top to bottom, then by some quarters against the clock.
 
     `is_odd`: the file says an angle that is no number of quarters, of which this is the nearest.
@@ -453,10 +453,10 @@ class Turn:
     is_odd: bool = False
 
 
-_UPRIGHT = Turn()
+_UPRIGHT = FrameTurn()
 
 
-def turn_of(frame: Any) -> Turn:
+def turn_of(frame: Any) -> FrameTurn:
     """Return how players turn a frame, by its display matrix. Source: `libavutil/display.h` and ffmpeg's autorotation.
 
     (x, y) is shown at (a x + c y, b x + d y); rows are counted downwards.
@@ -465,7 +465,7 @@ def turn_of(frame: Any) -> Turn:
         beside = frame.side_data
         data = beside.get("DISPLAYMATRIX") if len(beside) else None  # asked for each frame: most have nothing
     except ValueError:  # PyAV 18.1 has no name for newer data beside a frame, such as its EXIF
-        return _UPRIGHT if not frame.rotation else Turn(quarters=round(frame.rotation / 90) % 4)
+        return _UPRIGHT if not frame.rotation else FrameTurn(quarters=round(frame.rotation / 90) % 4)
     if data is None:
         return _UPRIGHT
     a, b, _, c, d = struct.unpack_from("=5i", memoryview(data))
@@ -475,7 +475,7 @@ def turn_of(frame: Any) -> Turn:
         return _UPRIGHT
     degrees = -math.degrees(math.atan2(b / down, a / across))
     quarters = round(degrees / 90)
-    turn = Turn(quarters=quarters % 4, is_mirrored=a * d < b * c, is_odd=abs(degrees - 90 * quarters) > 1)
+    turn = FrameTurn(quarters=quarters % 4, is_mirrored=a * d < b * c, is_odd=abs(degrees - 90 * quarters) > 1)
     return _UPRIGHT if turn == _UPRIGHT else turn
 
 
@@ -504,7 +504,7 @@ def clip_of(frames: list[np.ndarray]) -> torch.Tensor:
     return tensor_of(stacked).permute(0, 3, 1, 2)
 
 
-def is_over(media: Media, reader: Reader, begin: Fraction, until: int) -> bool:
+def is_over(media: MediaFile, reader: FrameReader, begin: Fraction, until: int) -> bool:
     """Return whether a video ends before a clip begins; `until` is the end of the last frame found.
 
     Headers may claim up to one frame more than there is; if more is missing, the file was cut off.
@@ -517,7 +517,7 @@ def is_over(media: Media, reader: Reader, begin: Fraction, until: int) -> bool:
     return length is None or begin >= start_of(stream) + length or begin > until * reader.base + frame
 
 
-def beyond(media: Media, asked: str, there: str) -> DecodeError:
+def beyond(media: MediaFile, asked: str, there: str) -> DecodeError:
     """Return the error for a clip that begins after the end of a video."""
     stream = media.stream("video")
     length = length_of(media, stream)

@@ -15,7 +15,7 @@ import numpy as np
 
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.order.rng import IntArray
-from energon_bridge.models.av.media import Media
+from energon_bridge.models.av.media import MediaFile
 
 
 class WholeReader:
@@ -27,7 +27,7 @@ class WholeReader:
         base: Seconds of a tick.
     """
 
-    def __init__(self, media: Media, times: IntArray | None = None) -> None:
+    def __init__(self, media: MediaFile, times: IntArray | None = None) -> None:
         self._media = media
         stream = media.stream("video")
         self.base: Fraction = stream.time_base

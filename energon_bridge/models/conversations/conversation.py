@@ -324,6 +324,17 @@ def _is_frame(value: Any) -> bool:
     return getattr(value, "ndim", None) == 3 or (hasattr(value, "size") and not hasattr(value, "ndim"))
 
 
+def _medium_of_part(kind: Kind, given: Any, waiting: dict[int, Any]) -> Any:
+    """Return the medium of a part: its own, or one of those that wait for a place; None if there is none yet."""
+    payload = _payload(given)
+    said = given if isinstance(given, MAPPING) else {}
+    if payload is None and waiting:
+        payload = waiting.pop(said["index"] if said.get("index") in waiting else min(waiting))
+    if payload is not None and said:
+        payload = _with_options(payload, part_options(said, kind))
+    return payload
+
+
 def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, dict[int, Any]]) -> Turn:
     said = turn if isinstance(turn, MAPPING) else {}
     role = said.get("role", said.get("from"))
@@ -339,16 +350,8 @@ def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, d
     role = _known_role(role)
     parts = split_places(content, role) if isinstance(content, str) else tuple(_part(part) for part in content)
     for part, given in zip(parts, parts if isinstance(content, str) else content, strict=True):
-        if part.kind == "text":
-            continue
-        payload = _payload(given)
-        there = waiting[part.kind]
-        said = given if isinstance(given, MAPPING) else {}
-        if payload is None and there:
-            payload = there.pop(said["index"] if said.get("index") in there else min(there))
-        if payload is not None and said:
-            payload = _with_options(payload, part_options(said, part.kind))
-        payloads[part.kind].append(payload)
+        if part.kind != "text":
+            payloads[part.kind].append(_medium_of_part(part.kind, given, waiting[part.kind]))
     return Turn(role, parts, not keys or _is_learned(role, keys), keys)
 
 

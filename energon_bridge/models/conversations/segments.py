@@ -129,6 +129,19 @@ def entry_segments(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> tup
 
 def _segment(given: Mapping[str, Any], *, is_part: bool) -> tuple[float, float | None] | None:
     """Return begin and end of a segment. Raises SampleError for one that is not understood, or is given twice."""
+    found = _given_ranges(given) + _given_ends(given, is_part=is_part)
+    if not found:
+        return None
+    if len({one for _, one in found}) > 1:
+        raise SampleError(f"a segment is given twice, by {' and by '.join(name for name, _ in found)}: give it once")
+    name, (begin, end) = found[0]
+    if begin < 0 or (end is not None and end <= begin):
+        raise SampleError(f"`{name}` gives a segment from {begin:g} s to {end} s: it must end behind its begin")
+    return begin, end
+
+
+def _given_ranges(given: Mapping[str, Any]) -> list[tuple[str, tuple[float, float | None]]]:
+    """Return the segments that are given by one key, such as `span`, with the names of these."""
     found: list[tuple[str, tuple[float, float | None]]] = []
     for name in _RANGES:
         value = given.get(name)
@@ -140,26 +153,24 @@ def _segment(given: Mapping[str, Any], *, is_part: bool) -> tuple[float, float |
                 continue  # a date, or the name of a part of the set
             raise SampleError(f"`{name}` is {str(value)[:100]!r}: expected the seconds of a segment, [begin, end]")
         found.append((name, one))
+    return found
+
+
+def _given_ends(given: Mapping[str, Any], *, is_part: bool) -> list[tuple[str, tuple[float, float | None]]]:
+    """Return the segment that is given by a begin, an end or a length, with their names; an empty list: none is."""
     begins = [name for name in _BEGINS if given.get(name) is not None]
     ends = [name for name in _ENDS if given.get(name) is not None]
     lengths = [name for name in _LENGTHS if given.get(name) is not None] if begins or is_part else []
     lengths = [] if ends else lengths
-    if begins or ends or lengths:
-        names = (*begins[:1], *ends[:1], *lengths[:1])
-        values = {name: _seconds(name, given[name]) for name in names}
-        begin = values[begins[0]] if begins else 0.0
-        end = values[ends[0]] if ends else begin + values[lengths[0]] if lengths else None
-        found.append((" and ".join(names), (begin, end)))
-        if len(begins) > 1 or len(ends) > 1:
-            raise SampleError(f"a segment is given twice, by {', '.join((*begins, *ends))}: give begin and end once")
-    if not found:
-        return None
-    if len({one for _, one in found}) > 1:
-        raise SampleError(f"a segment is given twice, by {' and by '.join(name for name, _ in found)}: give it once")
-    name, (begin, end) = found[0]
-    if begin < 0 or (end is not None and end <= begin):
-        raise SampleError(f"`{name}` gives a segment from {begin:g} s to {end} s: it must end behind its begin")
-    return begin, end
+    if not (begins or ends or lengths):
+        return []
+    names = (*begins[:1], *ends[:1], *lengths[:1])
+    values = {name: _seconds(name, given[name]) for name in names}
+    begin = values[begins[0]] if begins else 0.0
+    end = values[ends[0]] if ends else begin + values[lengths[0]] if lengths else None
+    if len(begins) > 1 or len(ends) > 1:
+        raise SampleError(f"a segment is given twice, by {', '.join((*begins, *ends))}: give begin and end once")
+    return [(" and ".join(names), (begin, end))]
 
 
 def _range(value: Any) -> tuple[float, float] | None:

@@ -40,7 +40,7 @@ _DATES = tuple(f"%{letter}" for letter in "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXy
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Characters from `start` to before `end`."""
 
     start: int
@@ -126,7 +126,7 @@ class ChatTemplate:
             )
         return text
 
-    def answers(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+    def answers(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[TextSpan]]:
         """Return the rendering, and what is learned of it.
 
         Args:
@@ -156,7 +156,7 @@ class ChatTemplate:
                 pass  # the complaint about the conversation as it is says more
             raise
 
-    def check_ends(self, text: str, spans: Sequence[Span], media: Iterable[str | None] = ()) -> None:
+    def check_ends(self, text: str, spans: Sequence[TextSpan], media: Iterable[str | None] = ()) -> None:
         """Warn if the last answer does not end with a special token; `media` has those that end nothing."""
         names = {
             *getattr(self.tokenizer, "all_special_tokens", ()),
@@ -173,14 +173,14 @@ class ChatTemplate:
 
     # Marks ------------------------------------------------------------------------------------------------------------
 
-    def _marked(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+    def _marked(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[TextSpan]]:
         text, spans = self._rendered_marks(messages, tools)
         if not spans:
             raise SampleError("the chat template marks no answer in the conversation")
         answers = self._answers_in(messages)
         if list(numbers) == answers:
             return text, spans
-        kept: list[Span] = []
+        kept: list[TextSpan] = []
         begin = 0
         runs = [(wanted, list(run)) for wanted, run in groupby(answers, key=set(numbers).__contains__)]
         for (wanted, _), following in zip(runs, [*runs[1:], None], strict=True):
@@ -191,7 +191,7 @@ class ChatTemplate:
             begin = end
         return text, kept
 
-    def _marks_before(self, messages: Messages, number: int, tools: Any, text: str, spans: list[Span]) -> int:
+    def _marks_before(self, messages: Messages, number: int, tools: Any, text: str, spans: list[TextSpan]) -> int:
         """Return the number of marks before an answer."""
         before, marks = self._rendered_marks(messages[:number], tools)
         end = marks[-1].end if marks else 0
@@ -203,7 +203,7 @@ class ChatTemplate:
             )
         return len(marks)
 
-    def _rendered_marks(self, messages: Messages, tools: Any) -> tuple[str, list[Span]]:
+    def _rendered_marks(self, messages: Messages, tools: Any) -> tuple[str, list[TextSpan]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _template_errors(lines_before=self.writes_date):
@@ -214,11 +214,11 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **{**getattr(self.tokenizer, "special_tokens_map", {}), **self.options},
             )
-        return text, sorted(Span(*mark) for mark in marks)
+        return text, sorted(TextSpan(*mark) for mark in marks)
 
     # Beginnings -------------------------------------------------------------------------------------------------------
 
-    def _compared(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+    def _compared(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[TextSpan]]:
         """Find answers with two renderings for each: up to its prompt, and up to its end."""
         whole = self.text(messages, tools)
         answers = self._answers_in(messages)
@@ -236,7 +236,7 @@ class ChatTemplate:
                     f"{_end_of(prompt)!r}, up to the answer {_end_of(until)!r}, the conversation {_end_of(whole)!r}. "
                     "Mark the answers in the template with {% generation %}, or set ChatConfig(learn='last')"
                 )
-            spans.append(Span(len(prompt), len(until)))
+            spans.append(TextSpan(len(prompt), len(until)))
         return whole, spans
 
     def _prompt(self, messages: Messages, number: int, tools: Any) -> str:

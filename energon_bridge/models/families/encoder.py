@@ -51,7 +51,7 @@ from energon_bridge.models.families.processor import ProcessorFamily
 from energon_bridge.models.families.qwen import QwenFamily
 from energon_bridge.models.families.registry import family_of, load_pretrained
 from energon_bridge.models.families.rendering import (
-    Segment,
+    TextPiece,
     Tokens,
     bos_to_add,
     document_segments,
@@ -404,7 +404,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             adds_special=adds_bos and not (isinstance(self.family, ProcessorFamily) and self.family.adds_bos),
         )
 
-    def _rendered(self, content: Conversation | Document) -> list[Segment]:
+    def _rendered(self, content: Conversation | Document) -> list[TextPiece]:
         """Return the text of a sample."""
         if isinstance(content, Document):
             if not self.tokenizer.eos_token:
@@ -449,7 +449,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         return [sound_of(value, rate=self.family.sampling_rate).until(longest) for value in values]
 
     def _planned(
-        self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Sound]
+        self, segments: Sequence[TextPiece], images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Sound]
     ) -> list[Plan]:
         """Return the plans of images, videos and sounds in the order of their placeholders."""
         family = self.family
@@ -611,7 +611,7 @@ def _with_template(config: ChatConfig | None, template: Any) -> ChatConfig:
     return replace(config, chat_template=template) if config.chat_template is None and template is not None else config
 
 
-def _text_with(segments: Sequence[Segment], media: int) -> str:
+def _text_with(segments: Sequence[TextPiece], media: int) -> str:
     """Return the text of a sample up to the first medium after so many."""
     places = [number for number, segment in enumerate(segments) if segment.media is not None]
     return "".join(segment.text for segment in segments[: places[media] if media < len(places) else None])

@@ -18,7 +18,7 @@ from energon_bridge.models.families.known_processors import WRAPPED
 from energon_bridge.models.families.video import frames_shape
 from energon_bridge.models.families.vision import Plan, VideoFrames
 
-Size = tuple[int, ...]
+MediumSize = tuple[int, ...]
 """Of an image its height and width, of a sound its number of samples."""
 
 ARGUMENTS: Mapping[Kind, str] = {"image": "images", "video": "videos", "audio": "audio"}
@@ -132,7 +132,7 @@ class ProcessorCalls:
     def blank(
         self,
         kind: Kind,
-        size: Size,
+        size: MediumSize,
         times: Sequence[float] | None = None,
         *,
         before: str = "",
@@ -155,7 +155,7 @@ class ProcessorCalls:
         media: dict[str, Any] = {ARGUMENTS[kind]: [blank] * count}
         return self.called(text, processor=processor, **media)
 
-    def written(self, kind: Kind, size: Size, times: Sequence[float] | None = None, count: int = 1) -> str:
+    def written(self, kind: Kind, size: MediumSize, times: Sequence[float] | None = None, count: int = 1) -> str:
         """Return what the processor writes for a blank medium, the first of so many."""
         places: list[Mapping[str, Any]] = []
         watched = copy(self.processor)
@@ -203,7 +203,7 @@ def _metadata_of(video: VideoFrames) -> dict[str, Any]:
     return metadata(size, times_of(video, size[0]), video.rate)
 
 
-def metadata(size: Size, times: Sequence[float], rate: float | None) -> dict[str, Any]:
+def metadata(size: MediumSize, times: Sequence[float], rate: float | None) -> dict[str, Any]:
     """Return what a processor knows of a video: numbers of frames that stand for its times."""
     count, height, width = size
     rate = rate or VideoFrames(frames=None, timestamps=tuple(times)).rate or 24.0

@@ -23,11 +23,11 @@ from torch import Tensor
 from energon_bridge.core.errors import SampleError
 from energon_bridge.models.conversations.conversation import Kind
 from energon_bridge.models.families.known_processors import BY_SHAPE, REFUSED_MEDIA, SEVERAL_ALIKE, SHAPES, patches
-from energon_bridge.models.families.processor_calls import ProcessorCalls, Size, metadata, placeholder, times_of
+from energon_bridge.models.families.processor_calls import MediumSize, ProcessorCalls, metadata, placeholder, times_of
 from energon_bridge.models.families.video import frames_shape
 from energon_bridge.models.families.vision import Plan, VideoFrames
 
-PROBES: Mapping[Kind, Sequence[Size]] = {
+PROBES: Mapping[Kind, Sequence[MediumSize]] = {
     "image": ((480, 640), (640, 480), (224, 224), (300, 901), (1003, 777)),
     "video": ((8, 96, 128), (5, 128, 96), (16, 70, 200)),
     "audio": ((16000,), (24001,), (50333,), (1600,), (5 * 16000 + 79,)),
@@ -55,7 +55,7 @@ class Writing:
     """
 
     how: str = "size"
-    counted: Callable[[Size], int] | None = None
+    counted: Callable[[MediumSize], int] | None = None
     one: Plan | None = None
     factor: int = 1
     more: int = 0
@@ -221,7 +221,7 @@ class ProcessorPlans:
             plans[key] = replace(mixed, runs=tuple(runs))
         return plans[key]
 
-    def _known(self, kind: Kind, size: Size, times: Sequence[float] | None = None) -> Plan:
+    def _known(self, kind: Kind, size: MediumSize, times: Sequence[float] | None = None) -> Plan:
         """Return the plan of a medium of a size. Raises SampleError if the processor takes none."""
         writing = self.writings.get(kind)
         if writing is None:
@@ -242,7 +242,7 @@ class ProcessorPlans:
                 raise SampleError(f"{self.calls.name} cannot take the {what}") from error
         return writing.plans[key]
 
-    def _made_plan(self, kind: Kind, writing: Writing, size: Size, times: Sequence[float] | None) -> Plan:
+    def _made_plan(self, kind: Kind, writing: Writing, size: MediumSize, times: Sequence[float] | None) -> Plan:
         if writing.one is not None and writing.counted is not None:
             return replace(writing.one, runs=(writing.counted(size) // writing.factor + writing.more,))
         if writing.how == "grid":
@@ -259,7 +259,7 @@ class ProcessorPlans:
                 return plan
         return self._plan(kind, self.calls.written(kind, size, times))
 
-    def _of_shape(self, shape: Any, size: Size) -> str:
+    def _of_shape(self, shape: Any, size: MediumSize) -> str:
         """Return what the processor writes for an image of a shape, which this size leads to."""
         name = BY_SHAPE.get(self.calls.name)
         if name is None:
@@ -289,12 +289,12 @@ class ProcessorPlans:
             plans=dict(zip(sizes, plans, strict=True)), lengths=sorted(size[0] for size in sizes if kind == "audio")
         )
 
-    def _counters(self, kind: Kind) -> Sequence[Callable[[Size], int]]:
+    def _counters(self, kind: Kind) -> Sequence[Callable[[MediumSize], int]]:
         """Return the counts that the processor can give from a size: its own, or that of its image processor."""
         own = partial(_count_tokens, self.calls.processor, kind)
         return (own, partial(_count_patches, self.calls.processor)) if kind == "image" else (own,)
 
-    def _from_grid(self, size: Size, times: Sequence[float]) -> str:
+    def _from_grid(self, size: MediumSize, times: Sequence[float]) -> str:
         """Return what the processor writes for a video whose frames are patches on a grid."""
         processor = self.calls.processor
         merge = int(processor.video_processor.merge_size)
@@ -309,14 +309,16 @@ class ProcessorPlans:
         }
         return str(processor.replace_video_token(made, 0))
 
-    def _is_from_grid(self, size: Size, times: Sequence[float] | None, text: str) -> bool:
+    def _is_from_grid(self, size: MediumSize, times: Sequence[float] | None, text: str) -> bool:
         try:
             return self._from_grid(size, times or ()) == text
         except Exception:  # the processor has no grids
             return False
 
 
-def _counting(counted: Callable[[Size], int], sizes: Sequence[Size], plans: Sequence[Plan]) -> Writing | None:
+def _counting(
+    counted: Callable[[MediumSize], int], sizes: Sequence[MediumSize], plans: Sequence[Plan]
+) -> Writing | None:
     """Return how to plan by a count, if it says all that differs between the plans of some sizes."""
     one = plans[0]
     if not one.token_ids or any((plan.text, len(plan.runs)) != (one.text, 1) for plan in plans):
@@ -332,13 +334,13 @@ def _counting(counted: Callable[[Size], int], sizes: Sequence[Size], plans: Sequ
     return Writing(how="count", counted=counted, one=one, factor=factor, more=more.pop())
 
 
-def _count_tokens(processor: Any, kind: Kind, size: Size) -> int:
+def _count_tokens(processor: Any, kind: Kind, size: MediumSize) -> int:
     name = {"image": "image_sizes", "video": "video_sizes", "audio": "audio_lengths"}[kind]
     counted = processor._get_num_multimodal_tokens(**{name: [size[0] if kind == "audio" else list(size)]})
     return int(counted[f"num_{kind}_tokens"][0])
 
 
-def _count_patches(processor: Any, size: Size) -> int:
+def _count_patches(processor: Any, size: MediumSize) -> int:
     counted = patches(processor, *size)
     return int(counted[0] if isinstance(counted, tuple) else counted)
 

@@ -38,7 +38,7 @@ from energon_bridge.models.conversations.templates import (
     PROBE,
     ChatTemplate,
     RunDay,
-    Span,
+    TextSpan,
     check_markers,
     only_written,
     template_source,
@@ -54,7 +54,7 @@ _UNUSED = (
 )
 
 
-class Segment(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of text of one kind; with `media`, the placeholder of an image or video, whose plan has the text.
 
     Of a `marked` piece all tokens are learned that have any of its text; else, white space at its end is not learned.
@@ -82,13 +82,13 @@ class Outline(NamedTuple):
         """Return the text of a conversation with these texts, in pieces."""
         return [piece for pair in zip(self.around, texts, strict=False) for piece in pair] + [self.around[-1]]
 
-    def spans(self, whole: str, pieces: Sequence[str]) -> list[Span] | None:
+    def spans(self, whole: str, pieces: Sequence[str]) -> list[TextSpan] | None:
         """Return the answers in a rendering of these pieces; None if one begins behind its end."""
         behind = [0, *accumulate(map(len, pieces))][::2]
         spans = []
         for (start_text, start), (end_text, end) in self.answers:
             begin = behind[start_text] + start
-            span = Span(begin, len(whole[: behind[end_text] + end].rstrip()))
+            span = TextSpan(begin, len(whole[: behind[end_text] + end].rstrip()))
             if span.end < begin:
                 return None
             spans.append(span)
@@ -124,7 +124,7 @@ class ChatRenderer:
         is_used = self.plain.day.given or self.plain.writes_date or self.with_tools.writes_date
         return self.plain.day if is_used else None
 
-    def segments(self, content: Conversation) -> list[Segment]:
+    def segments(self, content: Conversation) -> list[TextPiece]:
         """Return the text of a conversation.
 
         Raises:
@@ -160,7 +160,7 @@ class ChatRenderer:
 
     def _compared(
         self, content: Conversation, answers: Sequence[int], template: ChatTemplate
-    ) -> tuple[str, list[Span]]:
+    ) -> tuple[str, list[TextSpan]]:
         """Return the text, and the answers: by the outline of the conversation's shape, or else by all renderings."""
         outline = None if content.tools or _is_shaped(content, template) else self._outline(content)
         if outline is not None:
@@ -306,38 +306,40 @@ def placeholder_tokens(family: PlanningFamily | None) -> dict[Kind, str | None]:
     return {"image": family.image_token, "video": family.video_token, "audio": getattr(family, "audio_token", None)}
 
 
-def document_segments(document: Document, family: PlanningFamily | None, *, eos: str) -> list[Segment]:
+def document_segments(document: Document, family: PlanningFamily | None, *, eos: str) -> list[TextPiece]:
     """Return the text of a document unchanged, with `<image>` for images in prompts, and its end learned.
 
     White space is learned like any other text: without a line break before its end, the end would not be reached.
     """
-    segments: list[Segment] = []
+    segments: list[TextPiece] = []
     for piece in document.pieces:
         if piece.learned:
-            segments.append(Segment(piece.text, learned=True, marked=True))
+            segments.append(TextPiece(piece.text, learned=True, marked=True))
             continue
         for part in split_places(piece.text):
             kind = part.kind
-            segments.append(Segment(part.text) if kind == "text" else Segment(media_text(family, kind), media=kind))
-    return [*segments, Segment(eos, learned=True)]
+            segments.append(TextPiece(part.text) if kind == "text" else TextPiece(media_text(family, kind), media=kind))
+    return [*segments, TextPiece(eos, learned=True)]
 
 
-def split_at(text: str, spans: Sequence[Span], media: Mapping[Kind, tuple[str, str]], marked: bool) -> list[Segment]:
+def split_at(
+    text: str, spans: Sequence[TextSpan], media: Mapping[Kind, tuple[str, str]], marked: bool
+) -> list[TextPiece]:
     """Split a text at the borders of learned text, by marks or not, and at the forms of images, videos and sounds."""
     places: dict[int, tuple[int, Kind | None]] = {}
     for kind, forms in media.items():
         if forms[0] in text or forms[1] in text:
             places |= {match.start(): (match.end(), kind) for match in _pattern(*forms).finditer(text)}
-    segments: list[Segment] = []
+    segments: list[TextPiece] = []
     position = 0
     for start, (end, of_place) in [*sorted(places.items()), (len(text), (len(text), None))]:
         for span in spans:
             if span.end > position and span.start < start:
                 begin = max(position, span.start)
                 behind = min(start, span.end)
-                segments += (Segment(text[position:begin]), Segment(text[begin:behind], True, None, marked))
+                segments += (TextPiece(text[position:begin]), TextPiece(text[begin:behind], True, None, marked))
                 position = behind
-        segments += (Segment(text[position:start]), Segment(text[start:end], media=of_place))
+        segments += (TextPiece(text[position:start]), TextPiece(text[start:end], media=of_place))
         position = end
     return [segment for segment in segments if segment.text]
 
@@ -369,7 +371,7 @@ _Found = tuple[np.ndarray, list[int], np.ndarray]
 """The tokens of all segments; where those of each begin, and the last end; and whether they are learned (bool)."""
 
 
-class Place(NamedTuple):
+class MediumTokens(NamedTuple):
     """The tokens of a medium in a sequence, from `start` to before `end`."""
 
     plan: Plan
@@ -381,7 +383,7 @@ class Tokens(NamedTuple):
     """A token sequence: in three rows, int64, its tokens, whether they are learned, and their types; and its media."""
 
     rows: np.ndarray
-    media: Sequence[Place]
+    media: Sequence[MediumTokens]
 
     def until(self, end: int) -> Tokens:
         """Return the first tokens, and the media that end with them."""
@@ -389,12 +391,12 @@ class Tokens(NamedTuple):
 
     def after(self, token: int) -> Tokens:
         """Return the sequence behind a token of text, which is not learned."""
-        media = [Place(plan, start + 1, end + 1) for plan, start, end in self.media]
+        media = [MediumTokens(plan, start + 1, end + 1) for plan, start, end in self.media]
         return Tokens(np.insert(self.rows, 0, (token, 0, TEXT_TYPE), axis=1), media)
 
 
 def tokenize_segments(
-    segments: Sequence[Segment], plans: Sequence[Plan], tokenizer: Any, placeholders: Mapping[str, int]
+    segments: Sequence[TextPiece], plans: Sequence[Plan], tokenizer: Any, placeholders: Mapping[str, int]
 ) -> Tokens:
     """Return the tokens of segments, up to the last one that is learned.
 
@@ -441,7 +443,7 @@ def bos_to_add(tokenizer: Any, wanted: bool | None) -> int | None:
     return bos if wanted else None
 
 
-def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
+def _mismatch(segments: Sequence[TextPiece], plans: Sequence[Plan]) -> str:
     places = [segment.media for segment in segments if segment.media]
     kinds = [plan.kind for plan in plans]
     return (
@@ -450,7 +452,7 @@ def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
     )
 
 
-def _by_offsets(segments: Sequence[Segment], texts: Sequence[str], tokenizer: Any) -> _Found:
+def _by_offsets(segments: Sequence[TextPiece], texts: Sequence[str], tokenizer: Any) -> _Found:
     text = "".join(texts)
     tokens, starts, ends = tokens_with_places(tokenizer, text)
     begins = np.maximum.accumulate(starts)
@@ -482,7 +484,7 @@ def _by_offsets(segments: Sequence[Segment], texts: Sequence[str], tokenizer: An
     return tokens, behinds, learned
 
 
-def _by_segment(segments: Sequence[Segment], texts: Sequence[str], tokenizer: Any) -> _Found:
+def _by_segment(segments: Sequence[TextPiece], texts: Sequence[str], tokenizer: Any) -> _Found:
     tokens = []
     borders = [0]
     learned = bytearray()
@@ -518,7 +520,7 @@ def _expanded(found: _Found, planned: Sequence[Plan | None], placeholders: Mappi
         rows[2, places], rows[3, places] = _TYPES[plan.kind], plan.runs
         start = first + more
         more = more + plan.tokens - len(places)
-        media += [Place(plan, start, end + more)] if end > first else []
+        media += [MediumTokens(plan, start, end + more)] if end > first else []
         reserved = [place for place in reserved if place >= end]
     if reserved:
         number = bisect_right(borders, reserved[0])

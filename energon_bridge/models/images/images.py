@@ -57,7 +57,7 @@ from energon_bridge.models.images.jpeg import ON_ITS_SIDE, ORIENTATION, can_scal
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["L", "RGB", "RGBA"]
+ImageMode = Literal["L", "RGB", "RGBA"]
 Backend = Literal["auto", "torchcodec"]
 Alpha = Literal["drop", "white", "white, no key", "keep"]
 """What becomes of transparency where a form has no alpha: it is dropped; replaced by white, also where one colour of an
@@ -69,7 +69,7 @@ class ImageForm:
     """The form of a decoded image."""
 
     container: Literal["numpy", "torch", "pil", "fast"]
-    mode: Mode
+    mode: ImageMode
     scaled: bool = False  # float32 in [0, 1] instead of uint8
     target: tuple[int, int] | None = None  # height and width that are enough
     backend: Backend = "auto"
@@ -79,7 +79,7 @@ class ImageForm:
 
 
 def _forms() -> dict[str, ImageForm]:
-    modes: tuple[tuple[str, Mode], ...] = (("l", "L"), ("rgb", "RGB"), ("rgba", "RGBA"))
+    modes: tuple[tuple[str, ImageMode], ...] = (("l", "L"), ("rgb", "RGB"), ("rgba", "RGBA"))
     forms: dict[str, ImageForm] = {}
     for suffix, mode in modes:
         forms[suffix] = ImageForm(container="numpy", mode=mode, scaled=True)

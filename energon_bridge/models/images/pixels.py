@@ -34,7 +34,7 @@ from energon_bridge.models.images.images import Alpha, DeferredImage
 from energon_bridge.models.images.resampling import (
     FILTERS,
     Filter,
-    Layout,
+    PixelLayout,
     bits_of,
     look_up,
     resample,
@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 Profile = Literal["torch", "pillow", "processor"]
 PixelDtype = Literal["float32", "bfloat16", "float16", "uint8"]
 
-_PLAIN = Layout()
+_PLAIN = PixelLayout()
 _TORCH_FILTERS = ("bilinear", "bicubic")
 _BYTES = np.arange(256)
 
-Size = tuple[int, int]
+PixelSize = tuple[int, int]
 """Height and width."""
 
 
@@ -67,9 +67,9 @@ class Tiles:
         overview: Size of the whole image, which comes before its tiles.
     """
 
-    resolutions: tuple[Size, ...]
+    resolutions: tuple[PixelSize, ...]
     side: int
-    overview: Size
+    overview: PixelSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +99,9 @@ class PixelPath:
     dtype: torch.dtype
     table: np.ndarray = field(repr=False)
     norm: Tensor = field(repr=False)
-    sized: Callable[[Size], Size] | None
+    sized: Callable[[PixelSize], PixelSize] | None
     by: Filter
-    crop: Size | None = None
+    crop: PixelSize | None = None
     background: tuple[int, int, int] | None = None
     patch: int = 0
     merge: int = 1
@@ -137,7 +137,7 @@ class PixelPath:
         look_up(pixels, self.table, self._layout, bits_of(out))
         return {"pixel_values": out, "image_grid_thw": torch.tensor([self.grid(height, width)])}
 
-    def shape(self, size: Size) -> tuple[int, ...]:
+    def shape(self, size: PixelSize) -> tuple[int, ...]:
         """Return the shape of the `pixel_values` of an image of a height and width."""
         if self.tiles is not None:
             room = best_resolution(size, self.tiles.resolutions)
@@ -153,7 +153,7 @@ class PixelPath:
             return 1, 3, height, width
         return math.prod(self.grid(height, width)), self._patch_values
 
-    def _final(self, size: Size) -> Size:
+    def _final(self, size: PixelSize) -> PixelSize:
         """Return the size of an image after scaling and cropping."""
         return self.crop or (size if self.sized is None else self.sized(size))
 
@@ -187,7 +187,7 @@ class PixelPath:
         """Return an image as bytes, uint8 (height, width, 3). Raises SampleError if it is not an image."""
         return as_rgb(image, self.alpha)
 
-    def scaled(self, pixels: np.ndarray, size: Size) -> np.ndarray:
+    def scaled(self, pixels: np.ndarray, size: PixelSize) -> np.ndarray:
         """Return an image in another size, uint8 (height, width, 3) both."""
         if pixels.shape[:2] == size:
             return pixels
@@ -209,11 +209,11 @@ class PixelPath:
             start += count
         return out
 
-    def video_shape(self, frames: int, size: Size) -> tuple[int, int]:
+    def video_shape(self, frames: int, size: PixelSize) -> tuple[int, int]:
         """Return the shape of the patches of a video whose frames are scaled to a size."""
         return -(-frames // self.times) * math.prod(self.grid(*size)), self._patch_values
 
-    def video(self, scaled: list[np.ndarray], size: Size, memory: np.ndarray | None = None) -> Tensor:
+    def video(self, scaled: list[np.ndarray], size: PixelSize, memory: np.ndarray | None = None) -> Tensor:
         """Return the patches of a video with its frames scaled to a size; a patch spans `times` frames.
 
         The last frame is repeated to fill its patch. `memory` is as for `image`.
@@ -231,8 +231,8 @@ class PixelPath:
         return 3 * self.times * self.patch**2
 
     @property
-    def _layout(self) -> Layout:
-        return Layout(patch=(self.patch, self.patch), merge=self.merge, times=self.times)
+    def _layout(self) -> PixelLayout:
+        return PixelLayout(patch=(self.patch, self.patch), merge=self.merge, times=self.times)
 
     def _siglip2(self, pixels: np.ndarray, out: Tensor) -> dict[str, Tensor]:
         side = self.patch
@@ -411,41 +411,21 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
         profile_of(processor) if profile is None else cast(Literal["torch", "pillow"], profile)
     )
 
-    def has(name: str) -> Any:
-        return getattr(processor, name, None)
-
+    has = partial(_has, processor)
     by = _filter_of(has("resample"))
     if by is None or (whose == "torch" and by not in _TORCH_FILTERS):
         return f"it scales by resample={has('resample')!r}"
-    if not has("do_normalize") and not has("do_rescale"):
-        return "it neither rescales nor normalises"
-    if has("do_pad") and kind not in ("llava", "tiles"):
-        return "it pads"
+    if (unlike := _unlike_all(kind, processor)) is not None:
+        return unlike
     try:
         values, norm = _values_of(processor, whose)
     except (TypeError, ValueError):
         return f"its mean {has('image_mean')!r} or deviation {has('image_std')!r} do not have three channels"
-    sized: Callable[[Size], Size] | None = None
-    if has("do_resize"):
-        sized = _sized_of(kind, processor)
-        if sized is None:
-            return f"its size is {has('size')!r}"
-    crop = None
-    background = None
-    fixed = has("do_center_crop") or (has("do_resize") and _sides(has("size"), "height")[0])
-    if dtype == "uint8" and (kind == "tiles" or (kind in ("plain", "llava") and not fixed)):
-        return "its images have different sizes and are padded with zeros after normalising"
-    if kind in ("plain", "llava", "tiles") and has("do_center_crop"):
-        height, width = _sides(has("crop_size"), "height", "width")
-        if not height or not width:
-            return f"its crop_size is {has('crop_size')!r}"
-        crop = height, width
-    if kind == "llava" and has("do_pad"):
-        colours = [int(one * 255) for one in _three(has("image_mean"))]
-        background = colours[0], colours[1], colours[2]
+    sized = _sized_of(kind, processor) if has("do_resize") else None
     tiles = _tiles_of(processor) if kind == "tiles" else None
-    if kind == "tiles" and (tiles is None or not fixed):
-        return f"its tiles have different sizes: size={has('size')!r}, crop_size={has('crop_size')!r}"
+    crop = _crop_of(kind, processor)
+    if (odd := _odd_sizes(kind, processor, dtype, sized, tiles, crop)) is not None:
+        return odd
     made: torch.dtype = getattr(torch, dtype)
     table = np.tile(_BYTES.astype(np.uint8), (3, 1)) if dtype == "uint8" else bits_of(torch.from_numpy(values).to(made))
     return PixelPath(
@@ -457,7 +437,7 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
         sized=sized,
         by=by,
         crop=crop,
-        background=background,
+        background=_background_of(processor) if kind == "llava" else None,
         alpha="white" if has("do_convert_rgb") else "white, no key",
         patch=int(has("patch_size") or 0) if kind in ("qwen", "siglip2") else 0,
         merge=int(has("merge_size")) if kind == "qwen" else 1,
@@ -465,6 +445,59 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
         most_patches=int(has("max_num_patches")) if kind == "siglip2" else 0,
         tiles=tiles,
     )
+
+
+def _has(processor: Any, name: str) -> Any:
+    return getattr(processor, name, None)
+
+
+def _background_of(processor: Any) -> tuple[int, int, int] | None:
+    """Return the colour with which a processor of LLaVA pads images to a square, if it does."""
+    if not _has(processor, "do_pad"):
+        return None
+    colours = [int(one * 255) for one in _three(_has(processor, "image_mean"))]
+    return colours[0], colours[1], colours[2]
+
+
+def _unlike_all(kind: str, processor: Any) -> str | None:
+    """Return what a processor does to images that no native path does, None if nothing."""
+    if not _has(processor, "do_normalize") and not _has(processor, "do_rescale"):
+        return "it neither rescales nor normalises"
+    if _has(processor, "do_pad") and kind not in ("llava", "tiles"):
+        return "it pads"
+    return None
+
+
+def _crop_of(kind: str, processor: Any) -> tuple[int, int] | None:
+    """Return height and width to which a processor crops images, 0 for what it does not say; None: it does not crop."""
+    if kind not in ("plain", "llava", "tiles") or not _has(processor, "do_center_crop"):
+        return None
+    height, width = _sides(_has(processor, "crop_size"), "height", "width")
+    return height or 0, width or 0
+
+
+def _odd_sizes(
+    kind: str,
+    processor: Any,
+    dtype: PixelDtype,
+    sized: Callable[[PixelSize], PixelSize] | None,
+    tiles: Any,
+    crop: tuple[int, int] | None,
+) -> str | None:
+    """Return why there is no native path for the sizes of a processor's images, None if there is one."""
+    size = _has(processor, "size")
+    crop_size = _has(processor, "crop_size")
+    resizes = _has(processor, "do_resize")
+    if resizes and sized is None:
+        return f"its size is {size!r}"
+    fixed = _has(processor, "do_center_crop") or (resizes and _sides(size, "height")[0])
+    if dtype == "uint8" and (kind == "tiles" or (kind in ("plain", "llava") and not fixed)):
+        return "its images have different sizes and are padded with zeros after normalising"
+    if crop is not None and not all(crop):
+        return f"its crop_size is {crop_size!r}"
+    if kind == "tiles" and (tiles is None or not fixed):
+        return f"its tiles have different sizes: size={size!r}, crop_size={crop_size!r}"
+    return None
 
 
 def _tiles_of(processor: Any) -> Tiles | None:
@@ -491,7 +524,7 @@ def _sides(size: Any, *names: str) -> tuple[int | None, ...]:
     return tuple(None if side is None else int(side) for side in sides)
 
 
-def _sized_of(kind: str, processor: Any) -> Callable[[Size], Size] | None:
+def _sized_of(kind: str, processor: Any) -> Callable[[PixelSize], PixelSize] | None:
     """Return the function from an image's size to its scaled size; None if it is unknown."""
     if kind == "siglip2":
         return partial(_within, int(processor.patch_size), int(processor.max_num_patches))
@@ -508,15 +541,15 @@ def _sized_of(kind: str, processor: Any) -> Callable[[Size], Size] | None:
     return None
 
 
-def _always(wanted: Size, size: Size) -> Size:
+def _always(wanted: PixelSize, size: PixelSize) -> PixelSize:
     return wanted
 
 
-def _smart(factor: int, area: tuple[int, int], size: Size) -> Size:
+def _smart(factor: int, area: tuple[int, int], size: PixelSize) -> PixelSize:
     return smart_resize(*size, factor=factor, area=area)
 
 
-def _shortest(wanted: int, size: Size) -> Size:
+def _shortest(wanted: int, size: PixelSize) -> PixelSize:
     """Source: `get_resize_output_image_size` of transformers."""
     height, width = size
     short, long = (width, height) if width <= height else (height, width)
@@ -525,7 +558,7 @@ def _shortest(wanted: int, size: Size) -> Size:
 
 
 @lru_cache(maxsize=1024)
-def _within(patch: int, most: int, size: Size) -> Size:
+def _within(patch: int, most: int, size: PixelSize) -> PixelSize:
     """Return the largest size in whole patches, at most `most` of them. Source: transformers' SigLIP2."""
 
     def side(scale: float, length: int) -> int:
@@ -587,7 +620,7 @@ def _squared(pixels: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
     return out
 
 
-def _cropped(pixels: np.ndarray, size: Size, *, floor: bool) -> np.ndarray:
+def _cropped(pixels: np.ndarray, size: PixelSize, *, floor: bool) -> np.ndarray:
     """Crop the centre to a size, padding with black. `floor`: round the offset down if the difference is odd."""
     height, width, _ = pixels.shape
     if height < size[0] or width < size[1]:

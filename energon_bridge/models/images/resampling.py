@@ -34,7 +34,7 @@ __all__ = [
     "COMPILED",
     "FILTERS",
     "Filter",
-    "Layout",
+    "PixelLayout",
     "bits_of",
     "look_up",
     "resample",
@@ -64,7 +64,7 @@ COMPILED = _compiled is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class PixelLayout:
     """Memory layout of an image's values: its patches row by row, each channel by channel, and each channel by frame.
 
     Attributes:
@@ -199,7 +199,7 @@ def as_torch() -> bool:
     )
 
 
-def look_up(pixels: np.ndarray, table: np.ndarray, layout: Layout, out: np.ndarray) -> None:
+def look_up(pixels: np.ndarray, table: np.ndarray, layout: PixelLayout, out: np.ndarray) -> None:
     """Write the values of pixels in a layout.
 
     Args:

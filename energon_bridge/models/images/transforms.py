@@ -31,7 +31,7 @@ from torch import Tensor
 from energon_bridge.core.errors import ConfigurationError, SampleError, check_choice, is_whole
 from energon_bridge.core.samples.stacking import lent
 from energon_bridge.core.samples.streaming import LARGE
-from energon_bridge.models.images.resampling import Layout, bits_of, look_up, resample_as_torch, values_in
+from energon_bridge.models.images.resampling import PixelLayout, bits_of, look_up, resample_as_torch, values_in
 
 __all__ = [
     "center_crop",
@@ -45,7 +45,7 @@ __all__ = [
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
 _SMOOTH = ("bilinear", "bicubic")
 _TRIES = 10
-_WHOLE = Layout()
+_WHOLE = PixelLayout()
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -20,7 +20,7 @@ _AHEAD = 3  # results per core that may wait for the caller: bounds memory
 _RETRIES = 5  # of a shard whose process or machine is lost
 
 
-class RayEngine:
+class RayShardEngine:
     """Runs the work on shards as tasks of a Ray cluster.
 
     Args:

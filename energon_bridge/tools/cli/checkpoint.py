@@ -34,14 +34,14 @@ _COUNTS = ("samples", "skipped", "errors", "excluded")
 _MAX_SHOWN = 16
 
 
-class _Group(SuggestingGroup):
+class _SavedGroup(SuggestingGroup):
     """Accepts `info` for `show`, as megatron-energon does."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, "show" if cmd_name == "info" else cmd_name)
 
 
-@click.group("checkpoint", cls=_Group)
+@click.group("checkpoint", cls=_SavedGroup)
 def command() -> None:
     """Show what saved states say, and how two of them differ.
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -287,12 +287,7 @@ def _chosen_layout(
     if sample_type is None and asking:
         name = click.prompt("Sample type", default=name)
     cls = sample_type_by_name(name)
-    given: dict[str, str] = {}
-    for text in fields:
-        field, equals, column = text.partition("=")
-        if not equals or not field or not column:
-            raise ConfigurationError(f"--field {text!r}: expected FIELD=COLUMN, like caption=description.")
-        given[field] = column
+    given = _given_fields(fields)
     if issubclass(cls, CrudeSample):
         return Layout(sample_type="CrudeSample", fields=given, bare=proposed.bare)
     rows = first_rows(source)
@@ -301,20 +296,10 @@ def _chosen_layout(
     described = describe_fields(cls)
     chosen = {field: column for field, column in known.items() if any(field == one for one, _, _ in described)} | given
     if asking:
-        for field, required, kind in described:
-            if field in given or (not required and field not in chosen):
-                continue
-            label = f"Column of {field} ({kind})"
-            chosen[field] = click.prompt(label, default=chosen.get(field), type=str)
+        chosen |= _asked_fields([one for one in described if one[0] not in given], chosen)
     wanted = {column.partition("[")[0] for column in chosen.values()}
     if source.kind not in _KEPT:  # whose fields name parts
-        columns = {*files, *(column for row in rows for column in row.values)}
-        for field, column in chosen.items():
-            if column.partition("[")[0] not in columns:
-                raise ConfigurationError(
-                    f"--field {field}={column}: the first rows have no such column; they have "
-                    f"{', '.join(sorted(columns))}."
-                )
+        _check_columns(chosen, {*files, *(column for row in rows for column in row.values)})
     first_file = next((column for column in files if column in wanted), None)
     return replace(
         proposed,
@@ -395,6 +380,35 @@ def _show(source: Source, options: ConvertOptions) -> None:
             click.echo("  " + str(shorten(values)))
 
 
+def _asked_fields(described: Sequence[tuple[str, bool, str]], proposed: Mapping[str, str]) -> dict[str, str]:
+    """Ask for the columns of fields, of optional ones only if a column is proposed."""
+    return {
+        field: click.prompt(f"Column of {field} ({kind})", default=proposed.get(field), type=str)
+        for field, required, kind in described
+        if required or field in proposed
+    }
+
+
+def _given_fields(fields: tuple[str, ...]) -> dict[str, str]:
+    """Return the column of each field that `--field` names."""
+    given: dict[str, str] = {}
+    for text in fields:
+        field, equals, column = text.partition("=")
+        if not equals or not field or not column:
+            raise ConfigurationError(f"--field {text!r}: expected FIELD=COLUMN, like caption=description.")
+        given[field] = column
+    return given
+
+
+def _check_columns(chosen: Mapping[str, str], columns: set[str]) -> None:
+    """Raise ConfigurationError for a field of a column that is not there."""
+    for field, column in chosen.items():
+        if column.partition("[")[0] not in columns:
+            raise ConfigurationError(
+                f"--field {field}={column}: the first rows have no such column; they have {', '.join(sorted(columns))}."
+            )
+
+
 def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     for part, shards in done.split_parts.items():
         if shards:
@@ -407,6 +421,14 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         click.echo(f"Left out {count_of(done.num_rejected, 'rejected answer')} of samples with a preferred one.")
     if done.num_reused:
         click.echo(f"Unchanged: {count_of(done.num_reused, 'shard')}.")
+    _report_doubtful(out, done)
+    total = count_of(sum(done.shard_counts.values()), "sample")
+    click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
+    _report_next(out, done, options.layout)
+
+
+def _report_doubtful(out: Path, done: Converted) -> None:
+    """Print which samples were skipped or say nothing, and which files cannot be opened."""
     empty = f"{count_of(len(done.empty), 'sample')} with an empty answer, from which a model learns to say nothing"
     remedy = 'to leave one out, give its turn "weight": 0, or take it out of the list'
     for many, title, rest in (
@@ -425,9 +447,10 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         click.echo(f"{said}: energon lint {out} names them.")
         for one in needs:
             click.echo(f"  Some may need a package. {one}, then energon prepare-media {out}")
-    total = count_of(sum(done.shard_counts.values()), "sample")
-    click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
-    layout = options.layout
+
+
+def _report_next(out: Path, done: Converted, layout: Layout) -> None:
+    """Print what to do with the dataset."""
     media: set[Medium | None] | None = {"image"} if layout.sample_type in _TRAINED else None
     if layout.is_crude:
         shard, count = next(iter(done.shard_counts.items()))

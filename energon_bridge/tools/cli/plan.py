@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from energon_bridge.core.mix import (
-    Blend,
+    BlendNode,
     Concat,
-    EpochizedBlend,
+    EpochizedNode,
     JoinRef,
     LeafRef,
     Mix,
     MixLeaf,
-    Node,
     SubsetRange,
+    TreeNode,
     merge_subsets,
 )
 from energon_bridge.core.mix.schedule import plain_number
@@ -86,11 +86,7 @@ def command(
 
     run = run_of_mix(open_mix(mix, options))
     plan = forecast(run, steps)
-    needs: dict[str, float] = {}
-    if cpu_per_sample is not None and step_seconds is not None and steps:
-        needs["cores"] = 1e-6 * cpu_per_sample * plan.draws / (steps * step_seconds)
-        if batch_bytes is not None:
-            needs["bytes_per_second"] = batch_bytes * plan.microbatches / (steps * step_seconds)
+    needs = _workers_need(plan, steps, cpu_per_sample, step_seconds, batch_bytes)
     if as_json:
         print_json(asdict(plan) | ({"workers_need": needs} if needs else {}))
         return
@@ -98,6 +94,26 @@ def command(
         click.echo(line)
     click.echo()
     print_pairs((*_facts(plan), *_needs(needs, plan.world_size, engine)))
+    _print_leaves(plan)
+    if plan.schedule:
+        _print_schedule(plan)
+    for line in (*_mixing(plan), *_ends(plan)):
+        click.echo(line)
+
+
+def _workers_need(
+    plan: Forecast, steps: int, cpu_per_sample: float | None, step_seconds: float | None, batch_bytes: int | None
+) -> dict[str, float]:
+    """Return the cores that all workers need, and the bytes a second over the network; nothing if that is unknown."""
+    if cpu_per_sample is None or step_seconds is None or not steps:
+        return {}
+    needs = {"cores": 1e-6 * cpu_per_sample * plan.draws / (steps * step_seconds)}
+    if batch_bytes is not None:
+        needs["bytes_per_second"] = batch_bytes * plan.microbatches / (steps * step_seconds)
+    return needs
+
+
+def _print_leaves(plan: Forecast) -> None:
     amounts = (f"share of {plan.unit}", f"{plan.unit}, about") if plan.unit else ()
     print_table(
         ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about", *amounts),
@@ -116,20 +132,18 @@ def command(
         ],
         left=2,
     )
-    if plan.schedule:
-        click.echo(
-            "Shares of the datasets, numbered as in the table above; between the points they follow the schedule:"
-        )
-        print_table(
-            ("shares at global draw", "in step", *(str(place) for place in range(1, len(plan.leaves) + 1))),
-            [
-                (number(point.global_draw), number(point.step), *(f"{share:.2%}" for share in point.shares))
-                for point in plan.schedule
-            ],
-            left=0,
-        )
-    for line in (*_mixing(plan), *_ends(plan)):
-        click.echo(line)
+
+
+def _print_schedule(plan: Forecast) -> None:
+    click.echo("Shares of the datasets, numbered as in the table above; between the points they follow the schedule:")
+    print_table(
+        ("shares at global draw", "in step", *(str(place) for place in range(1, len(plan.leaves) + 1))),
+        [
+            (number(point.global_draw), number(point.step), *(f"{share:.2%}" for share in point.shares))
+            for point in plan.schedule
+        ],
+        left=0,
+    )
 
 
 def _facts(plan: Forecast) -> Iterator[tuple[str, str]]:
@@ -199,13 +213,13 @@ def describe(mix: Mix) -> list[str]:
     return list(_lines(mix.root, leaves=iter(mix.leaves), head="", tail="", note=""))
 
 
-def _lines(node: Node, *, leaves: Iterator[MixLeaf], head: str, tail: str, note: str) -> Iterator[str]:
+def _lines(node: TreeNode, *, leaves: Iterator[MixLeaf], head: str, tail: str, note: str) -> Iterator[str]:
     """Yield the lines of a subtree; `head` comes before its first line, `tail` before the others."""
     if isinstance(node, (LeafRef, JoinRef)):
         yield f"{head}{_leaf(next(leaves))}{note}"
         return
-    name = {Blend: "blend", EpochizedBlend: "blend_epochized", Concat: "concat"}[type(node)]
-    unit = f" of {node.unit}" if isinstance(node, Blend) and node.unit else ""
+    name = {BlendNode: "blend", EpochizedNode: "blend_epochized", Concat: "concat"}[type(node)]
+    unit = f" of {node.unit}" if isinstance(node, BlendNode) and node.unit else ""
     yield f"{head}{name}{unit}{note}  ({node.where})"
     for position, child in enumerate(node.children):
         is_last = position == len(node.children) - 1
@@ -219,10 +233,10 @@ def _lines(node: Node, *, leaves: Iterator[MixLeaf], head: str, tail: str, note:
         )
 
 
-def _note(node: Blend | EpochizedBlend | Concat, position: int) -> str:
-    if isinstance(node, Blend):
+def _note(node: BlendNode | EpochizedNode | Concat, position: int) -> str:
+    if isinstance(node, BlendNode):
         return f"  [weight {node.weights[position]}]"
-    if isinstance(node, EpochizedBlend):
+    if isinstance(node, EpochizedNode):
         return f"  [repetitions {plain_number(node.repetitions[position])}]"
     return ""
 

@@ -125,10 +125,7 @@ def command(
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options are for the folder of a dataset.")
         if is_jsonl(path):
-            count = index_jsonl(path)
-            click.echo(f"Found {count_of(count, 'sample')}.")
-            click.echo(f"Done: wrote {path}.idx.")
-            return {"samples": count}
+            return _prepare_jsonl(path)
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return None
     workers = choose_engine(engine, address, num_workers)
@@ -140,16 +137,7 @@ def command(
         click.echo(f"Task {share}: {count_of(count, 'tar')} done. After all tasks, run --finish.")
         return {"task": str(share), "shards": count}
     if tar_index_only:
-        if checksums:
-            raise ConfigurationError(
-                "--tar-index-only makes existing checksums again by itself: leave out --checksums."
-            )
-        if finish:
-            raise ConfigurationError("--tar-index-only reads all tars itself: leave out --finish.")
-        if media is not None:
-            raise ConfigurationError(
-                "--tar-index-only keeps existing media metadata; to read it again, use `energon prepare-media`."
-            )
+        _check_index_only(checksums=checksums, finish=finish, media=media is not None)
         with shard_progress("Indexing shards", enabled=progress) as advance:
             prepared = rebuild_index(path, num_workers=workers, key_index=key_index, progress=advance)
         click.echo(f"Indexed {_counted(prepared)}.")
@@ -192,13 +180,38 @@ def command(
     if prepared.media is not None:
         report_media(prepared.media)
     _report(store, prepared, dataset_yaml_name)
+    _report_empty(rule, prepared, len(shards))
+    return asdict(prepared)
+
+
+def _prepare_jsonl(path: str) -> dict[str, int]:
+    """Write the index of a JSONL file."""
+    count = index_jsonl(path)
+    click.echo(f"Found {count_of(count, 'sample')}.")
+    click.echo(f"Done: wrote {path}.idx.")
+    return {"samples": count}
+
+
+def _check_index_only(*, checksums: bool, finish: bool, media: bool) -> None:
+    """Raise ConfigurationError for options that have no effect with --tar-index-only."""
+    if checksums:
+        raise ConfigurationError("--tar-index-only makes existing checksums again by itself: leave out --checksums.")
+    if finish:
+        raise ConfigurationError("--tar-index-only reads all tars itself: leave out --finish.")
+    if media:
+        raise ConfigurationError(
+            "--tar-index-only keeps existing media metadata; to read it again, use `energon prepare-media`."
+        )
+
+
+def _report_empty(rule: SplitRule, prepared: Prepared, num_shards: int) -> None:
+    """Print which parts of the split have no shard, though they have a share."""
     for part, portion in rule.ratios:
         if portion and not prepared.split_parts.get(part):
             click.echo(
-                f"{part}: empty, because its share of {count_of(len(shards), 'shard')} is less than one. Prepare again "
+                f"{part}: empty, because its share of {count_of(num_shards, 'shard')} is less than one. Prepare again "
                 "with a larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
             )
-    return asdict(prepared)
 
 
 def _prepare_mix(path: str, *, num_workers: int, trust: bool, progress: bool) -> None:

@@ -14,7 +14,7 @@ import click
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.parallel import Task, Workers
 from energon_bridge.core.worker_config import available_cores
-from energon_bridge.tools.check.engines import RayEngine
+from energon_bridge.tools.check.engines import RayShardEngine
 
 if TYPE_CHECKING:
     from energon_bridge.tools.check.media import IndexedMedia, MediaFilter
@@ -67,7 +67,7 @@ config_options = added(
 def choose_engine(engine: str, address: str | None, num_workers: int) -> Workers:
     """Return the engine that the options choose; raises ConfigurationError."""
     if engine == "ray":
-        return RayEngine(address)
+        return RayShardEngine(address)
     if address is not None:
         raise ConfigurationError(f"--address {address} is for a Ray cluster: add --engine ray.")
     return num_workers

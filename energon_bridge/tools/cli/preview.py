@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from energon_bridge.core.loader.dataset_spec import DatasetSpec
     from energon_bridge.tools.forecast.epochs import Forecast
     from energon_bridge.tools.preview.batches import ShownBatch
-    from energon_bridge.tools.preview.sources import Drawn, SampleSource
+    from energon_bridge.tools.preview.sources import DrawnSample, SampleSource
 
 _IN_TERMINAL = 4
 _ON_PAGES = 1000
@@ -92,7 +92,7 @@ class _Shown:
 
     title: str
     source: SampleSource
-    drawn: Iterable[Drawn]
+    drawn: Iterable[DrawnSample]
     batches: list[ShownBatch]
     notes: list[str]
     forecast: Forecast | None = None
@@ -332,7 +332,7 @@ def _samples(asked: _Asked) -> _Shown:
     there = spec.num_samples
     limit = asked.samples or (_ON_PAGES if asked.pages else _IN_TERMINAL)
     note = count_of(there, "sample") if limit >= there else f"the first {limit:,} of {count_of(there, 'sample')}"
-    drawn: Iterable[Drawn] = samples.in_order(limit)
+    drawn: Iterable[DrawnSample] = samples.in_order(limit)
     if asked.keys:
         drawn = list(samples.by_key(asked.keys))
         note = f"{count_of(len(drawn), 'sample')} by key, of {count_of(there, 'sample')}"

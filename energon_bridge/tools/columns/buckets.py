@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -136,30 +136,17 @@ def cut_into_buckets(
         ConfigurationError, MetadataError: An expression is wrong, there are too many buckets, or the mix cannot have
             any.
     """
-    if mix.unit or mix.is_scheduled or mix.mode not in ("single", "weights") or not endless:
-        mixed = "schedules" if mix.is_scheduled else f"`unit: {mix.unit}`" if mix.unit else f"mode {mix.mode!r}"
-        raise ConfigurationError(
-            "group_by is for endless training on one dataset, or on a blend whose weights are constant shares of "
-            f"samples, but here is {mixed if endless else 'repeat=False'}"
-        )
+    _check_mix(mix, endless)
     found: dict[str, list[tuple[OpenLeaf, np.ndarray]]] = {}
     rows: dict[str, int] = {}
     for leaf in _with_shares(mix, leaves):
-        own = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
         _check_turned(leaf, [*group_by, *([sizes] if isinstance(sizes, str) else [])], turns)
-        number = np.zeros(own.size, dtype=np.int64)
-        names = [""]
-        for text in group_by:
-            values, places = np.unique(values_of_samples(leaf.dataset, text, own), return_inverse=True)
-            number = number * values.size + places
-            names = [f"{name}x{value}".removeprefix("x") for name in names for value in map(_name, values.tolist())]
+        own = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
         if isinstance(sizes, str):
             wanted = np.floor(values_of_samples(leaf.dataset, sizes, own).astype(np.float64))
         else:
             wanted = np.full(own.size, batch_size)
-        for one in np.unique(number).tolist():
-            here = number == one
-            name = names[one]
+        for name, here in _by_bucket(leaf, own, group_by):
             found.setdefault(name, []).append((leaf, own[here]))
             rows[name] = min(rows.get(name, 1 << 30), int(wanted[here].min()))
         if len(found) > _MOST_BUCKETS:
@@ -187,6 +174,28 @@ def cut_into_buckets(
         samples=tuple(sum(numbers.size for _, numbers in found[name]) for name in order),
         of_leaf={leaf.identity: bucket for leaf, (bucket, _, _) in zip(cut, parts, strict=True)},
     )
+
+
+def _check_mix(mix: Mix, endless: bool) -> None:
+    """Raise ConfigurationError for a mix that cannot have buckets."""
+    if mix.unit or mix.is_scheduled or mix.mode not in ("single", "weights") or not endless:
+        mixed = "schedules" if mix.is_scheduled else f"`unit: {mix.unit}`" if mix.unit else f"mode {mix.mode!r}"
+        raise ConfigurationError(
+            "group_by is for endless training on one dataset, or on a blend whose weights are constant shares of "
+            f"samples, but here is {mixed if endless else 'repeat=False'}"
+        )
+
+
+def _by_bucket(leaf: OpenLeaf, own: np.ndarray, group_by: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name of each bucket of a leaf, and which of its samples are in it (bool, of the shape of `own`)."""
+    number = np.zeros(own.size, dtype=np.int64)
+    names = [""]
+    for text in group_by:
+        values, places = np.unique(values_of_samples(leaf.dataset, text, own), return_inverse=True)
+        number = number * values.size + places
+        names = [f"{name}x{value}".removeprefix("x") for name in names for value in map(_name, values.tolist())]
+    for one in np.unique(number).tolist():
+        yield names[one], number == one
 
 
 def _check_turned(leaf: OpenLeaf, texts: Iterable[str], turns: bool | None) -> None:

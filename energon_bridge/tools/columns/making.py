@@ -50,8 +50,8 @@ from energon_bridge.tools.columns.columns import (
     read_numbers,
 )
 
-Value = int | float | bool | str
-OfSample = Callable[[Any], Value | Mapping[str, Value]]
+ColumnValue = int | float | bool | str
+OfSample = Callable[[Any], ColumnValue | Mapping[str, ColumnValue]]
 """Takes a sample of the dataset's type, decoded, or, with `raw`, a dict of its parts as bytes."""
 
 HASH_MADE_OF = "hash of the content without what names a sample"

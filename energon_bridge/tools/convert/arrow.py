@@ -32,7 +32,7 @@ from energon_bridge.tools.convert.conversations import (
     raw_bytes,
 )
 from energon_bridge.tools.convert.lists import propose_layout
-from energon_bridge.tools.convert.row_groups import Group, Stamp, far_groups, groups_of, table_of
+from energon_bridge.tools.convert.row_groups import FileStamp, Group, far_groups, groups_of, table_of
 from energon_bridge.tools.convert.rows import LOOKED_AT, Content, Layout, MediaRoot, Row, first_rows, lay_out, located
 from energon_bridge.tools.convert.splits import named_parts, part_order, split_files
 
@@ -217,7 +217,7 @@ def open_saved(path: Path, media: Path | None) -> ArrowSource:
     return ArrowSource(path, files, media, "Hugging Face dataset")
 
 
-def open_remote(where: str, root: str, files: Mapping[str, Stamp], folder: str = "") -> ArrowSource:
+def open_remote(where: str, root: str, files: Mapping[str, FileStamp], folder: str = "") -> ArrowSource:
     """Open parquet files by names below a URL, with their stamps; only the rows requested are read.
 
     Names tell the split below `folder`.

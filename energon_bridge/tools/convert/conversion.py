@@ -40,7 +40,7 @@ from energon_bridge.tools.convert.finish import (
     load_record,
 )
 from energon_bridge.tools.convert.options import ConvertOptions, check_options, key_of_options, told_of
-from energon_bridge.tools.convert.plan import Job, Jobs, shards_of_plan
+from energon_bridge.tools.convert.plan import ShardJob, ShardJobs, shards_of_plan
 from energon_bridge.tools.convert.rows import Source, contents_of, first_rows
 from energon_bridge.tools.convert.scaling import reencoded
 from energon_bridge.tools.convert.shards import (
@@ -146,7 +146,7 @@ def _make_shards(
     make = partial(_make_shard, parts.root, options, find_only)
     done = 0
     total = sum(len(numbers) for _, numbers in plan)
-    with closing(map_shards(make, Jobs(source, options.layout, plan), num_workers=num_workers)) as results:
+    with closing(map_shards(make, ShardJobs(source, options.layout, plan), num_workers=num_workers)) as results:
         for (shard, numbers), made in zip(plan, results, strict=True):
             done += len(numbers)
             progress(done, total)
@@ -177,7 +177,7 @@ def check_first_files(source: Source) -> None:
     )
 
 
-def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: Job) -> tuple[bool, list[str]] | None:
+def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: ShardJob) -> tuple[bool, list[str]] | None:
     """Write a shard, unless it exists with the same inputs; return whether it did, and what was skipped.
 
     With `find_only`, write nothing and return None for a shard that does not exist.

@@ -21,7 +21,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -145,6 +145,18 @@ def has_tables(path: str | os.PathLike[str]) -> bool:
     return is_saved(open_store(here)) or (first is not None and not first.with_suffix(".tar").exists())
 
 
+def _wanted_columns(layout: Layout, columns: Sequence[str], labels: Collection[str], here: str) -> set[str]:
+    """Return the columns that fields come from, none if all are needed; raises FieldMapError for a missing one."""
+    wanted = [access.partition("[")[0] for access in layout.fields.values()]
+    for column in wanted:
+        if column not in columns and column not in labels:
+            mistake = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
+            raise FieldMapError(f"{here}: {mistake} It has {', '.join(columns)}.")
+    if any(name in columns for name in CONVERSATIONS) or not {*wanted} <= {*columns}:
+        return set()  # labels have names of their own, and conversations name their media
+    return {*wanted}
+
+
 def open_tables(
     path: str | os.PathLike[str],
     *,
@@ -185,14 +197,7 @@ def open_tables(
     layout = replace(layout, in_place=True)
     check_layout(layout)
     columns = _column_names(groups)
-    for access in layout.fields.values():
-        column = access.partition("[")[0]
-        if column not in {*columns, *_labelled(next(filter(None, groups)))}:
-            mistake = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
-            raise FieldMapError(f"{here}: {mistake} It has {', '.join(columns)}.")
-    wanted = {access.partition("[")[0] for access in layout.fields.values()}
-    if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
-        wanted = set()  # labels have names of their own, and conversations name their media
+    wanted = _wanted_columns(layout, columns, _labelled(next(filter(None, groups))), here)
     said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
     told = [layout.answers_as] * (layout.answers_as is not None)
     content = json.dumps([_VERSION, "table", names, counts, sizes, [*said, *told]], separators=(",", ":"))

@@ -44,7 +44,7 @@ class _FailedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ShardJob:
     """A shard and its samples."""
 
     shard: str
@@ -127,7 +127,7 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
         yield numbers[start:]
 
 
-class Jobs(Sequence[Job]):
+class ShardJobs(Sequence[ShardJob]):
     """The shards of a plan as jobs, each assembled when it is due."""
 
     def __init__(self, source: Source, layout: Layout, plan: Sequence[tuple[str, np.ndarray]]) -> None:
@@ -139,14 +139,14 @@ class Jobs(Sequence[Job]):
         return len(self._plan)
 
     @overload
-    def __getitem__(self, at: int) -> Job: ...
+    def __getitem__(self, at: int) -> ShardJob: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Job]: ...
-    def __getitem__(self, at: int | slice) -> Job | list[Job]:
+    def __getitem__(self, at: slice) -> list[ShardJob]: ...
+    def __getitem__(self, at: int | slice) -> ShardJob | list[ShardJob]:
         if isinstance(at, slice):
             return [self[one] for one in range(*at.indices(len(self)))]
         shard, numbers = self._plan[at]
-        return Job(shard, [_sample(self._source, self._layout, number) for number in numbers.tolist()])
+        return ShardJob(shard, [_sample(self._source, self._layout, number) for number in numbers.tolist()])
 
 
 def _sample(source: Source, layout: Layout, number: int) -> SourceSample:

@@ -20,7 +20,7 @@ from energon_bridge.core.storage import ByteRange, Store, as_far
 from energon_bridge.core.storage.ranges import RangeReader
 from energon_bridge.tools.convert.values import ValueReader, features_of, readers_of
 
-Stamp = tuple[int, int]
+FileStamp = tuple[int, int]
 """Size and modification time of a file (of a remote one, its version): cached data is valid for this stamp only."""
 
 
@@ -33,7 +33,7 @@ class Group:
     """
 
     path: str
-    stamp: Stamp
+    stamp: FileStamp
     group: int
     num_rows: int
     columns: tuple[str, ...]
@@ -43,7 +43,7 @@ class Group:
     span: tuple[int, int] = (0, 0)
 
     @property
-    def key(self) -> tuple[str, Stamp, int, tuple[int, int]]:
+    def key(self) -> tuple[str, FileStamp, int, tuple[int, int]]:
         """What names its rows in caches, which must not keep a store and its connections open."""
         return self.path, self.stamp, self.group, self.span
 
@@ -72,7 +72,7 @@ def groups_of(path: Path) -> list[Group]:
     ]
 
 
-def _parquet_groups(path: str, stamp: Stamp, metadata: Any, store: Store | None = None) -> list[Group]:
+def _parquet_groups(path: str, stamp: FileStamp, metadata: Any, store: Store | None = None) -> list[Group]:
     schema = metadata.schema.to_arrow_schema()
     columns = tuple(schema.names)
     labels = _labels(schema.metadata)
@@ -111,7 +111,7 @@ def pyarrow_modules() -> Any:
 
 
 @lru_cache(maxsize=16)
-def parquet_file(path: str, stamp: Stamp) -> Any:
+def parquet_file(path: str, stamp: FileStamp) -> Any:
     """Return an open parquet file."""
     return pyarrow_modules().parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
 
@@ -185,7 +185,7 @@ def sizes_of(store: Store, names: Sequence[str]) -> list[int]:
     return [store.size(name) for name in names] if far is None else list(far.sizes(names))
 
 
-def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> list[list[Group]]:
+def far_groups(store: Store, names: Sequence[str], stamps: Sequence[FileStamp]) -> list[list[Group]]:
     """Return the groups of files behind URLs; a version 0 becomes a hash of the end of the file. Raises SourceError."""
     groups: list[list[Group]] = []
     for first in range(0, len(names), _TAILS):
@@ -252,7 +252,7 @@ def _prefetched(store: Store, groups: Sequence[Group], columns: tuple[str, ...])
     return pyarrow_modules().parquet.ParquetFile(file, metadata=first.metadata, pre_buffer=False)
 
 
-def _arrow_groups(store: Store, path: str, stamp: Stamp) -> list[Group]:
+def _arrow_groups(store: Store, path: str, stamp: FileStamp) -> list[Group]:
     """Return the record batches of an arrow file or stream; raises SourceError.
 
     Each is a message: four bytes 0xFF, four with the length of its head, the head, the content. (Arrow columnar format,

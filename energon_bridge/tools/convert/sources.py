@@ -36,7 +36,7 @@ from energon_bridge.tools.convert.rows import (
 )
 from energon_bridge.tools.convert.speech import PROMPT, SpeechSource, as_speech, open_kaldi
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split
-from energon_bridge.tools.convert.tars import MixSource, TarSource
+from energon_bridge.tools.convert.tars import MixedTars, TarSource
 
 if TYPE_CHECKING:
     pass
@@ -76,7 +76,7 @@ def open_source(
         "folder": lambda: FolderSource(path, as_classes=None),
         "parquet": lambda: open_parquet(path, media),
         "huggingface": lambda: open_saved(path, media),
-        "mix": lambda: MixSource(path, numbered=numbered),
+        "mix": lambda: MixedTars(path, numbered=numbered),
         "webdataset": lambda: TarSource(path, numbered=numbered, num_workers=num_workers),
     }
     source = readers[kind]()

@@ -16,7 +16,7 @@ error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -60,17 +60,22 @@ def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
         if held_out and len(held_out) < len(seen):
             raise _doubtful(where, held_out[0], "it and the other files are of no split")
         return SplitFiles(files=[("", name) for name in seen], left_out=[name for name in names if name not in seen])
+    left_out = [name for name in names if name not in parts]
+    _check_told(parts, [name for name in left_out if name in seen], where)
+    called = named_parts({part for (part,) in parts.values()})
+    files = [(called[part], name) for name, (part,) in parts.items()]
+    return SplitFiles(files=sorted(files, key=lambda item: (*part_order(item[0]), item[1])), left_out=left_out)
+
+
+def _check_told(parts: Mapping[PurePath, set[str]], others: Sequence[PurePath], where: str) -> None:
+    """Raise SourceError for a file of two splits, or one that seems to be held out but would be learned or left out."""
     for name, said in parts.items():
         if len(said) > 1:
             raise _doubtful(where, name, f"its path tells the splits {' and '.join(sorted(said))}")
         if says_held_out(name) and not any(map(says_held_out, said)):
             raise _doubtful(where, name, f"it would be of the split {', '.join(said)}")
-    left_out = [name for name in names if name not in parts]
-    if held_out := [name for name in left_out if name in seen and says_held_out(name)]:
-        raise _doubtful(where, held_out[0], "it is not taken, because other names tell the split in another way")
-    called = named_parts({part for (part,) in parts.values()})
-    files = [(called[part], name) for name, (part,) in parts.items()]
-    return SplitFiles(files=sorted(files, key=lambda item: (*part_order(item[0]), item[1])), left_out=left_out)
+    if held_out := next((name for name in others if says_held_out(name)), None):
+        raise _doubtful(where, held_out, "it is not taken, because other names tell the split in another way")
 
 
 def part_order(part: str) -> tuple[int, str]:

@@ -226,7 +226,7 @@ _SCANS = 16
 # or be crude.
 
 
-class MixSource(_TarSamples):
+class MixedTars(_TarSamples):
     """The samples of the datasets of a mix, split by split, dataset by dataset."""
 
     kind = "mix"

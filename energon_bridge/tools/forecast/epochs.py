@@ -14,9 +14,9 @@ from fractions import Fraction
 import numpy as np
 
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.mix import Node
+from energon_bridge.core.mix import TreeNode
 from energon_bridge.core.mix.schedule import plain_number
-from energon_bridge.core.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
+from energon_bridge.core.mix.tree import BlendNode, EpochizedNode, JoinRef, LeafRef
 from energon_bridge.core.order.choose import Cursor, OrderedLeaf, standing
 from energon_bridge.core.order.leaf import LeafOrder
 from energon_bridge.core.order.rng import FloatArray, IntArray
@@ -263,13 +263,13 @@ def _schedule(
 def _written(run: Run) -> list[str]:
     """Return what the mix says of each leaf: weights and repetitions, from the outermost blend inwards."""
 
-    def below(node: Node, around: tuple[str, ...]) -> list[str]:
+    def below(node: TreeNode, around: tuple[str, ...]) -> list[str]:
         if isinstance(node, (LeafRef, JoinRef)):
             return [" · ".join(around)]
         own = [""] * len(node.children)
-        if isinstance(node, Blend):
+        if isinstance(node, BlendNode):
             own = [str(weight) for weight in node.weights]
-        elif isinstance(node, EpochizedBlend):
+        elif isinstance(node, EpochizedNode):
             own = [f"× {plain_number(repetitions)}" for repetitions in node.repetitions]
         return [
             text

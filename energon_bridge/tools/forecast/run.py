@@ -22,10 +22,10 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import State, read
 from energon_bridge.core.loader.fits import check_fits
 from energon_bridge.core.loader.run_plan import RunPlan, plan_run
-from energon_bridge.core.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule
+from energon_bridge.core.mix import BlendNode, Concat, DatasetOpener, LeafRef, Mix, MixLike, TreeNode, WeightSchedule
 from energon_bridge.core.mix.flatten import flatten
 from energon_bridge.core.mix.leaves import OpenLeaf
-from energon_bridge.core.mix.tree import EpochizedBlend as MixedEpochs
+from energon_bridge.core.mix.tree import EpochizedNode as MixedEpochs
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.stream.settings import RunSettings
 from energon_bridge.core.stream.state import LaneState
@@ -85,7 +85,7 @@ def run_of_state(
     state: State,
     *,
     world_size: int,
-    mix: MixSource | None = None,
+    mix: MixLike | None = None,
     global_batch_size: int | None = None,
     split_part: str | None = None,
     dataset_config: str = "dataset.yaml",
@@ -223,14 +223,14 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
     shares = _shares(rows)
     if len(rows) == 1:
         return flatten(children[0])
-    root: Node
+    root: TreeNode
     if kind == "finite":
         root = Concat(children=children)
     elif mode == "repetitions":
         root = MixedEpochs(children=children, repetitions=shares)
     elif mode == "weights" and "schedule" not in settings and sum(shares) == 1:
         weights = tuple(WeightSchedule(kind="constant", points=((0, share),)) for share in shares)
-        root = Blend(children=children, weights=weights, unit=settings.get("unit"))
+        root = BlendNode(children=children, weights=weights, unit=settings.get("unit"))
     else:
         what = "weights that several datasets share by their sizes"
         if "schedule" in settings:

@@ -140,13 +140,13 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
         for step in steps:
             yield _finite_step(run, step, of_pass)
         return
-    names = _Names(run, keys=keys)
+    names = _RunNames(run, keys=keys)
     for step in steps:
         turns = range(step * run.per_step, (step + 1) * run.per_step)
         yield [one for turn in turns for one in _endless_turn(run, turn, names)]
 
 
-def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
+def _endless_turn(run: Run, turn: int, names: _RunNames) -> list[NamedMicrobatch]:
     """Name one microbatch of each rank: those after the first `turn` of each."""
     lanes = run.num_lanes
     ranks = run.world_size
@@ -173,7 +173,7 @@ def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
     """Name the samples of microbatch m of an endless run, whichever rank delivers it (given as the rank -1)."""
     if run.spec.ends:
         raise ConfigurationError("only endless training has microbatches of a run; give a step")
-    return _Names(run).microbatch(m, -1)
+    return _RunNames(run).microbatch(m, -1)
 
 
 def assumption(run: Run, m: int) -> str:
@@ -210,7 +210,7 @@ def assumption(run: Run, m: int) -> str:
     )
 
 
-class _Names:
+class _RunNames:
     """Names samples of an endless run."""
 
     def __init__(self, run: Run, *, keys: bool = True) -> None:

@@ -20,8 +20,8 @@ from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.order.topology import first_microbatch, step_of
 from energon_bridge.core.samples import Segment, field_names
 from energon_bridge.core.stream.restore_keys import BatchKey, RowKey, SampleKey, read_key
-from energon_bridge.tools.preview.records import Item, Picture, items_of, picture_of
-from energon_bridge.tools.preview.sources import Drawn
+from energon_bridge.tools.preview.records import Picture, ShownItem, items_of, picture_of
+from energon_bridge.tools.preview.sources import DrawnSample
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ShownRow:
     padding: int
     segments: Sequence[ShownSegment]
     members: Sequence[SampleKey] = ()
-    fields: Sequence[tuple[str, tuple[Item, ...]]] = ()
+    fields: Sequence[tuple[str, tuple[ShownItem, ...]]] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +81,14 @@ class ShownBatch:
     rows: Sequence[ShownRow]
     inputs: Sequence[str] = ()
 
-    def drawn(self) -> Iterator[Drawn]:
+    def drawn(self) -> Iterator[DrawnSample]:
         """Yield the samples of all real rows."""
         for number, row in enumerate(self.rows):
             for place, member in enumerate(row.members if row.valid else ()):
                 facts = {"step": self.step, "rank": self.rank, "row": number}
                 facts |= {"microbatch": self.microbatch} if self.microbatch is not None else {}
                 facts |= {"in row": place} if len(row.members) > 1 else {}
-                yield Drawn(key=member, facts=facts)
+                yield DrawnSample(key=member, facts=facts)
 
 
 def plain_batch(batch: ShownBatch) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def _members(named: RowKey | BatchKey | None) -> list[list[SampleKey]]:
     return [list(row.samples) for row in rows]
 
 
-def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[Item, ...]]]:
+def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[ShownItem, ...]]]:
     """Return the fields of one row of a batch of any type: its entry in each field that has one per row."""
     names: Iterable[str] = batch if isinstance(batch, dict) else field_names(type(batch)) if _is_record(batch) else ()
     get = _getter(batch)

@@ -31,7 +31,7 @@ _CACHED_SHARDS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class MountedPart:
     """A file of the tree: a range of bytes of a shard."""
 
     shard: str
@@ -39,7 +39,7 @@ class Part:
     size: int
 
 
-Folder: TypeAlias = "dict[str, Folder | Part]"
+Folder: TypeAlias = "dict[str, Folder | MountedPart]"
 
 
 class DatasetTree:
@@ -66,7 +66,7 @@ class DatasetTree:
                 place = place.setdefault(folder, {})
             place[name] = shard  # a folder that is read when somebody looks into it
 
-    def find(self, path: str) -> Folder | Part | None:
+    def find(self, path: str) -> Folder | MountedPart | None:
         """Return the folder or file at a path such as `/train/0.tar/cat.jpg`; None if there is nothing.
 
         Raises:
@@ -90,7 +90,7 @@ class DatasetTree:
             node = node.get(name) if isinstance(node, dict) else None
         return isinstance(node, str)
 
-    def read(self, part: Part, offset: int, length: int) -> bytes:
+    def read(self, part: MountedPart, offset: int, length: int) -> bytes:
         """Return at most `length` bytes of a file from an offset on."""
         length = max(0, min(length, part.size - offset))
         return self._store.read_range(part.shard, part.offset + offset, length) if length else b""
@@ -117,7 +117,7 @@ class DatasetTree:
             place = root
             for folder in folders:
                 place = _folder_in(place, folder)
-            place[_free(place, last)] = Part(shard=shard, offset=offset, size=size)
+            place[_free(place, last)] = MountedPart(shard=shard, offset=offset, size=size)
         return root
 
 
@@ -132,14 +132,14 @@ _SAFE = {"": "%", ".": "%2E", "..": "%2E%2E"}
 def _folder_in(place: Folder, name: str) -> Folder:
     """Return the folder of a name, made if it is not there; a file that has the name keeps it."""
     node = place.get(name)
-    if isinstance(node, Part):
+    if isinstance(node, MountedPart):
         name = f"{name}~2"
         node = place.get(name)
     if node is None:
         made: Folder = {}
         place[name] = made
         return made
-    return _folder_in(place, name) if isinstance(node, Part) else node
+    return _folder_in(place, name) if isinstance(node, MountedPart) else node
 
 
 def _free(place: Folder, name: str) -> str:
@@ -172,6 +172,20 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
         ) from error
     if not mountpoint.is_dir() or any(mountpoint.iterdir()):
         raise ConfigurationError(f"{mountpoint}: not an empty folder. Make one to mount at")
+    files = _operations(tree, mfusepy)
+    try:
+        mfusepy.FUSE(files, str(mountpoint), foreground=not detach, ro=True, fsname="energon")
+    except RuntimeError as error:
+        if files.mounted:  # Ctrl-C has ended it
+            return
+        raise ConfigurationError(
+            f"{mountpoint}: cannot mount the dataset here: see the message of FUSE above. A container needs "
+            "/dev/fuse (docker run --device /dev/fuse --cap-add SYS_ADMIN)"
+        ) from error
+
+
+def _operations(tree: DatasetTree, mfusepy: Any) -> Any:
+    """Return the answers of a tree to what the kernel asks."""
     began = time.time_ns()
 
     def failing(code: int) -> OSError:
@@ -189,11 +203,11 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
 
         def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
             node = None if tree.is_shard(path) else self._found(path)
-            is_file = isinstance(node, Part)
+            is_file = isinstance(node, MountedPart)
             return {
                 "st_mode": (stat.S_IFREG | 0o444) if is_file else (stat.S_IFDIR | 0o555),
                 "st_nlink": 1 if is_file else 2,
-                "st_size": node.size if isinstance(node, Part) else 0,
+                "st_size": node.size if isinstance(node, MountedPart) else 0,
                 "st_uid": os.getuid(),
                 "st_gid": os.getgid(),
                 **dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), began),
@@ -201,7 +215,7 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
 
         def readdir(self, path: str, fh: int) -> Iterator[str]:
             node = self._found(path)
-            if isinstance(node, Part):
+            if isinstance(node, MountedPart):
                 raise failing(errno.ENOTDIR)
             yield from (".", "..", *node)
 
@@ -212,14 +226,14 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
 
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             node = self._found(path)
-            if not isinstance(node, Part):
+            if not isinstance(node, MountedPart):
                 raise failing(errno.EISDIR)
             try:
                 return tree.read(node, offset, size)
             except EnergonError as error:
                 raise failing(errno.EIO) from error
 
-        def _found(self, path: str) -> Folder | Part:
+        def _found(self, path: str) -> Folder | MountedPart:
             try:
                 node = tree.find(path)
             except EnergonError as error:  # a damaged shard
@@ -228,13 +242,4 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
                 raise failing(errno.ENOENT)
             return node
 
-    files = Files()
-    try:
-        mfusepy.FUSE(files, str(mountpoint), foreground=not detach, ro=True, fsname="energon")
-    except RuntimeError as error:
-        if files.mounted:  # Ctrl-C has ended it
-            return
-        raise ConfigurationError(
-            f"{mountpoint}: cannot mount the dataset here: see the message of FUSE above. A container needs "
-            "/dev/fuse (docker run --device /dev/fuse --cap-add SYS_ADMIN)"
-        ) from error
+    return Files()

@@ -35,8 +35,8 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.storage import ByteRange, write_file
 from energon_bridge.tools.forecast.epochs import Forecast
 from energon_bridge.tools.preview.batches import ShownBatch
-from energon_bridge.tools.preview.records import Clip, Item, Picture, Record, Turn
-from energon_bridge.tools.preview.sources import Drawn, Part, SampleSource
+from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, ShownItem, ShownTurn
+from energon_bridge.tools.preview.sources import DatasetShare, DrawnSample, SampleSource
 
 _PER_FILE = 60
 _PER_SEARCH_FILE = 5000
@@ -47,11 +47,11 @@ _MARK = 'content="energon preview"'
 _FILES = {"index.html": "page.html", "preview.css": "page.css", "preview.js": "page.js"}
 
 
-Block = str | Mapping[str, Any]
+PageBlock = str | Mapping[str, Any]
 """A text, a table or a chart: see `tableElement` and `chartElement` in page.js."""
 _CONTROLS = [*range(9), 11, 12, *range(14, 32), 127, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")
-Media = list[tuple[str, bytes | ByteRange]]
+PageFiles = list[tuple[str, bytes | ByteRange]]
 """Files to write: the extension and the bytes of each."""
 
 
@@ -59,15 +59,15 @@ Media = list[tuple[str, bytes | ByteRange]]
 class _Made:
     """A record with its pictures and clips as files to write."""
 
-    record: Record
+    record: SampleRecord
     fields: list[Any]
-    media: Media
+    media: PageFiles
 
 
 def write_pages(
     out: Path,
     source: SampleSource,
-    drawn: Iterable[Drawn],
+    drawn: Iterable[DrawnSample],
     *,
     title: str,
     notes: Sequence[str] = (),
@@ -112,16 +112,16 @@ def _is_preview(folder: Path) -> bool:
     return folder.is_dir() and (not any(folder.iterdir()) or (page.is_file() and _MARK in page.read_text("utf-8")))
 
 
-def _made(record: Record) -> _Made:
+def _made(record: SampleRecord) -> _Made:
     """Encode the pictures of a record; they refer to their indices in the list until they are numbered."""
-    media: Media = []
+    media: PageFiles = []
     return _Made(record=record, fields=[[name, _plain(items, media)] for name, items in record.fields], media=media)
 
 
-def _plain(items: Sequence[Item], media: Media) -> list[list[Any]]:
+def _plain(items: Sequence[ShownItem], media: PageFiles) -> list[list[Any]]:
     plain: list[list[Any]] = []
     for item in items:
-        if isinstance(item, Turn):
+        if isinstance(item, ShownTurn):
             plain.append(["r", item.role, _plain(item.items, media)])
         elif isinstance(item, Picture):
             plain.append(["p", len(media), item.width, item.height])
@@ -155,7 +155,7 @@ def _numbered(items: list[list[Any]], first: int) -> list[list[Any]]:
 class _Writer:
     """Writes the files of a preview; holds one page and one search file in memory at a time."""
 
-    def __init__(self, folder: Path, parts: Sequence[Part]) -> None:
+    def __init__(self, folder: Path, parts: Sequence[DatasetShare]) -> None:
         self._folder = folder
         self._parts = list(parts)
         self._numbers = {part.name: number for number, part in reversed(list(enumerate(parts)))}
@@ -248,7 +248,7 @@ class _Writer:
         row = batch.rows[place]
         plain = []
         for number, one in enumerate(row.segments):
-            media: Media = []
+            media: PageFiles = []
             pictures = _numbered(_plain(one.pictures, media), self._media)
             self._write_media(media)
             segment = one.segment
@@ -276,7 +276,7 @@ class _Writer:
             "fields": fields,
         }
 
-    def _write_media(self, media: Media) -> None:
+    def _write_media(self, media: PageFiles) -> None:
         for suffix, data in media:
             folder = self._folder / "media" / f"{self._media // 1000:03d}"
             if self._media % 1000 == 0:
@@ -307,7 +307,7 @@ def _call(kind: str, number: int | None, value: str) -> str:
     return f"preview.take({json.dumps(kind)},{json.dumps(number)},{value});\n"
 
 
-def write_run(path: Path, title: str, facts: Mapping[str, object], sections: Mapping[str, Sequence[Block]]) -> None:
+def write_run(path: Path, title: str, facts: Mapping[str, object], sections: Mapping[str, Sequence[PageBlock]]) -> None:
     """Write the report of a run as one HTML file, which appears as a whole or not at all.
 
     Args:

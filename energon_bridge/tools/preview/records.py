@@ -70,18 +70,18 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ShownTurn:
     """One turn of a conversation."""
 
     role: str
     items: tuple[Text | Picture | Clip, ...]
 
 
-Item = Text | Picture | Clip | Turn
+ShownItem = Text | Picture | Clip | ShownTurn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class SampleRecord:
     """The displayed content of a sample.
 
     Attributes:
@@ -99,7 +99,7 @@ class Record:
     index: int
     size: int = 0
     facts: Mapping[str, int] = field(default_factory=dict)
-    fields: Sequence[tuple[str, tuple[Item, ...]]] = ()
+    fields: Sequence[tuple[str, tuple[ShownItem, ...]]] = ()
     error: str = ""
 
     def items(self) -> list[Text | Picture | Clip]:
@@ -107,7 +107,7 @@ class Record:
         flat: list[Text | Picture | Clip] = []
         for _, items in self.fields:
             for item in items:
-                flat += item.items if isinstance(item, Turn) else [item]
+                flat += item.items if isinstance(item, ShownTurn) else [item]
         return flat
 
     def text(self) -> str:
@@ -124,27 +124,27 @@ class Record:
         if pictures:
             sizes["width of pictures"] = [picture.width for picture in pictures]
             sizes["height of pictures"] = [picture.height for picture in pictures]
-        if turns := sum(isinstance(item, Turn) for _, items in self.fields for item in items):
+        if turns := sum(isinstance(item, ShownTurn) for _, items in self.fields for item in items):
             sizes["turns"] = [turns]
         return sizes
 
 
-def plain_record(record: Record) -> dict[str, Any]:
+def plain_record(record: SampleRecord) -> dict[str, Any]:
     """Return a record as JSON has it, with the sizes of pictures in place of these."""
     shown = [{"name": name, "items": [_plain(item) for item in items]} for name, items in record.fields]
     head = {"dataset": record.dataset, "shard": record.shard, "index": record.index, "key": record.key}
     return head | dict(record.facts) | {"error": record.error or None, "fields": shown}
 
 
-def _plain(item: Item) -> dict[str, Any]:
+def _plain(item: ShownItem) -> dict[str, Any]:
     if isinstance(item, Picture):
         return {"picture": [item.width, item.height]}
-    if isinstance(item, Turn):
+    if isinstance(item, ShownTurn):
         return {"role": item.role, "content": [_plain(part) for part in item.items]}
     return {item.kind: item.text}
 
 
-def fields_of(sample: Any) -> list[tuple[str, tuple[Item, ...]]]:
+def fields_of(sample: Any) -> list[tuple[str, tuple[ShownItem, ...]]]:
     """Return the fields of a sample, without its meta fields and those that are None."""
     if isinstance(sample, Mapping):
         values = list(sample.items())
@@ -159,7 +159,7 @@ def fields_of(sample: Any) -> list[tuple[str, tuple[Item, ...]]]:
     return named
 
 
-def items_of(value: Any, name: str = "") -> tuple[Item, ...]:
+def items_of(value: Any, name: str = "") -> tuple[ShownItem, ...]:
     """Return the items that show a value."""
     try:
         return tuple(_items(value, name))
@@ -187,7 +187,7 @@ def _extent(shape: tuple[int, ...]) -> tuple[int, int]:
     return width, height
 
 
-def _items(value: Any, name: str) -> list[Item]:
+def _items(value: Any, name: str) -> list[ShownItem]:
     if isinstance(value, str):
         return [_text(value)]
     if (sound := _sound(value)) is not None:
@@ -204,7 +204,7 @@ def _items(value: Any, name: str) -> list[Item]:
     return [Text("note", _note(value))]
 
 
-def _items_of_list(value: Sequence[Any], name: str) -> list[Item]:
+def _items_of_list(value: Sequence[Any], name: str) -> list[ShownItem]:
     if turns := _turns(value):
         return turns
     if len(value) and all(_is_shown(entry) for entry in value[:_MOST_ITEMS]):
@@ -241,7 +241,7 @@ def _is_shown(value: Any) -> bool:
     )
 
 
-def _items_of_dict(value: Mapping[Any, Any]) -> list[Item]:
+def _items_of_dict(value: Mapping[Any, Any]) -> list[ShownItem]:
     for name in _TURNS:
         turns = _turns(value.get(name))
         if turns:
@@ -250,11 +250,11 @@ def _items_of_dict(value: Mapping[Any, Any]) -> list[Item]:
     return [_json(value)]
 
 
-def _turns(value: Any) -> list[Item]:
+def _turns(value: Any) -> list[ShownItem]:
     """Return the turns of a conversation, nothing if it is not one: `role` and `content`, or `from` and `value`."""
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(turn, Mapping) for turn in value):
         return []
-    turns: list[Item] = []
+    turns: list[ShownItem] = []
     for turn in value[:_MOST_ITEMS]:
         role = turn.get("role", turn.get("from"))
         content = turn.get("content", turn.get("value"))
@@ -262,9 +262,9 @@ def _turns(value: Any) -> list[Item]:
         if not isinstance(role, str) or (content is None and not beside):
             return []
         items = [*([] if content is None else _content(content)), *([_json(beside)] if beside else [])]
-        turns.append(Turn(_ROLES.get(role, role)[:40], tuple(items)))
+        turns.append(ShownTurn(_ROLES.get(role, role)[:40], tuple(items)))
     if len(value) > _MOST_ITEMS:
-        turns.append(Turn("…", (Text("note", f"and {len(value) - _MOST_ITEMS:,} more turns"),)))
+        turns.append(ShownTurn("…", (Text("note", f"and {len(value) - _MOST_ITEMS:,} more turns"),)))
     return turns
 
 

@@ -32,7 +32,7 @@ from energon_bridge.core.stream.values import FailedSample, has_code
 from energon_bridge.core.worker_config import available_cores
 from energon_bridge.tools.forecast.run import Run
 from energon_bridge.tools.forecast.samples import name_steps
-from energon_bridge.tools.preview.records import Record, fields_of
+from energon_bridge.tools.preview.records import SampleRecord, fields_of
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class _ForCode(DefaultTaskEncoder[Any, Any, Any, Any]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class DrawnSample:
     """A sample that a run draws: its restore key, and its position in the run."""
 
     key: SampleKey
@@ -62,7 +62,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class DatasetShare:
     """One dataset of a mix: its name, samples, and share of the draws (0 if unknown)."""
 
     name: str
@@ -87,14 +87,14 @@ class SampleSource:
         self._pipeline: Pipeline = open_pipeline(self._plan, threads=0)
         self._leaves = {leaf.identity: number for number, leaf in enumerate(self._plan.leaves)}
 
-    def in_order(self, limit: int | None) -> Iterator[Drawn]:
+    def in_order(self, limit: int | None) -> Iterator[DrawnSample]:
         """Yield the first samples of each dataset, at most `limit` in all, in equal numbers if limited."""
         leaves = self._spec.leaves
         for leaf, count in zip(leaves, shared_out(limit, [leaf.num_samples for leaf in leaves]), strict=True):
             for index in leaf.numbers(count):
-                yield Drawn(key=(leaf.identity, index, 0, 0))
+                yield DrawnSample(key=(leaf.identity, index, 0, 0))
 
-    def by_key(self, keys: Sequence[str]) -> Iterator[Drawn]:
+    def by_key(self, keys: Sequence[str]) -> Iterator[DrawnSample]:
         """Yield the samples with some keys; raises ConfigurationError for a key that none has."""
         leaves = self._spec.leaves
         known = look_up(leaves, keys)
@@ -105,15 +105,15 @@ class SampleSource:
             ]
             if not drawn:
                 raise ConfigurationError(f"no sample has the key {key!r}. --split-part reads another part of the split")
-            yield from (Drawn(key=(identity, index, 0, 0)) for identity, index in drawn)
+            yield from (DrawnSample(key=(identity, index, 0, 0)) for identity, index in drawn)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[DatasetShare]:
         """Return the datasets of the mix, in its order."""
         leaves = self._spec.leaves
         known = self._spec.mode in ("weights", "single")
         total = sum(leaf.share if known else leaf.share * leaf.num_samples for leaf in leaves) or 1
         return [
-            Part(
+            DatasetShare(
                 name=leaf.dataset.path,
                 num_samples=leaf.num_samples,
                 share=float((leaf.share if known else leaf.share * leaf.num_samples) / total),
@@ -121,7 +121,7 @@ class SampleSource:
             for leaf in leaves
         ]
 
-    def records(self, drawn: Iterable[Drawn], finish: Callable[[Record], T]) -> Iterator[T]:
+    def records(self, drawn: Iterable[DrawnSample], finish: Callable[[SampleRecord], T]) -> Iterator[T]:
         """Load samples and yield `finish(record)` of each, in order, using all cores."""
         with ThreadPoolExecutor(available_cores(), "energon-preview") as pool:
             waiting = iter(drawn)
@@ -159,14 +159,14 @@ class SampleSource:
             return sample
         return self._pipeline.code.made(sample, ref, None)
 
-    def _record(self, drawn: Drawn, loaded: tuple[Any, int]) -> Record:
+    def _record(self, drawn: DrawnSample, loaded: tuple[Any, int]) -> SampleRecord:
         sample, size = loaded
         identity, index, epoch, _ = drawn.key
         dataset = self._plan.leaves[self._leaves[identity]].dataset
         facts = {**drawn.facts} | ({"epoch": epoch} if drawn.facts else {})
         if type(sample) is FailedSample:
             error = sample.error
-            return Record(
+            return SampleRecord(
                 dataset=dataset.path,
                 key=sample.place.key[:_MOST_KEY] or f"sample {index}",
                 shard=sample.place.shard,
@@ -177,7 +177,7 @@ class SampleSource:
             )
         get = sample.get if isinstance(sample, dict) else lambda name: getattr(sample, name, None)
         sources = get("__sources__") or ()
-        return Record(
+        return SampleRecord(
             dataset=dataset.path,
             key=str(get("__key__"))[:_MOST_KEY],
             shard=sources[0].shard_name if sources else "",
@@ -205,7 +205,7 @@ def shared_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
     return counts
 
 
-def drawn_in(run: Run, steps: Sequence[int], rank: int | None = None) -> Iterator[Drawn]:
+def drawn_in(run: Run, steps: Sequence[int], rank: int | None = None) -> Iterator[DrawnSample]:
     """Yield the samples of steps of a run, computed without reading; see `forecast.samples.name_steps`."""
     for step, microbatches in zip(steps, name_steps(run, steps), strict=True):
         for microbatch in microbatches:
@@ -215,4 +215,4 @@ def drawn_in(run: Run, steps: Sequence[int], rank: int | None = None) -> Iterato
                 facts = {"step": step, "rank": microbatch.rank, "row": sample.row}
                 if microbatch.microbatch is not None:
                     facts["microbatch"] = microbatch.microbatch
-                yield Drawn(key=sample.restore_key, facts=facts)
+                yield DrawnSample(key=sample.restore_key, facts=facts)

@@ -18,7 +18,7 @@ from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.samples.showing import counted
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.tools.preview.batches import ShownBatch, ShownRow, Token
-from energon_bridge.tools.preview.records import Clip, Item, Picture, Record, Turn
+from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, ShownItem, ShownTurn
 
 _HALF = "▀"
 _BLOCKS = (" ", "▄", _HALF, "█")
@@ -32,7 +32,7 @@ _STYLES = {"special": "magenta", "image": "yellow", "text": ""}
 _COLORS = ("blue", "dark_orange3", "green", "deep_pink4", "gold4", "slate_blue1")
 
 
-def lines_of(record: Record, *, columns: int) -> Iterator[Styled]:
+def lines_of(record: SampleRecord, *, columns: int) -> Iterator[Styled]:
     """Yield the lines of a sample; pictures are `columns` wide; 0: only named."""
     yield Styled.assemble((clean(record.key), "bold"), ("  " + clean(record.dataset), "dim"))
     facts = [f"{name} {value:,}" for name, value in record.facts.items()]
@@ -123,12 +123,12 @@ def _indented(lines: Iterator[Styled]) -> Iterator[Styled]:
         yield Styled("  ").append_text(line)
 
 
-def _item(item: Item, columns: int) -> Iterator[Styled]:
+def _item(item: ShownItem, columns: int) -> Iterator[Styled]:
     if isinstance(item, Picture):
         yield from _picture(item, columns)
     elif isinstance(item, Clip):
         yield from _clip(item, columns)
-    elif isinstance(item, Turn):
+    elif isinstance(item, ShownTurn):
         yield Styled(clean(item.role), "bold blue" if item.role == "assistant" else "bold")
         for part in item.items:
             yield from _indented(_item(part, columns))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.core.loader.metrics import dataset_names
-from energon_bridge.tools.preview.pages import Block, write_run
+from energon_bridge.tools.preview.pages import PageBlock, write_run
 from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, RankSummary, RunRecorder
 
 _MOST_LINES = 8
@@ -40,7 +40,7 @@ def write_report(
     losses = [_curve(recorder.loss, "loss")]
     if recorder.not_finite:
         losses.append(f"NaN or infinite, and not shown above: the loss in {recorder.not_finite:,} steps.")
-    sections: dict[str, list[Block]] = {
+    sections: dict[str, list[PageBlock]] = {
         "Loss": losses,
         "Validation": [_curve(recorder.validation, "loss of validations")] if recorder.validation.points else [],
         "Learning rate": [_curve(recorder.rate, "learning rate")] if recorder.rate.points else [],
@@ -76,7 +76,7 @@ def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, obje
     return facts | {"written": time.strftime("%Y-%m-%d %H:%M:%S %z")}
 
 
-def _mix(ranks: Sequence[RankSummary]) -> list[Block]:
+def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
     if not ranks or not ranks[0].datasets:
         return []
     first = ranks[0].datasets
@@ -86,30 +86,34 @@ def _mix(ranks: Sequence[RankSummary]) -> list[Block]:
     largest = sorted(range(len(first)), key=lambda number: -draws[number])[:_MOST_LINES]
     hues = {number: hue for hue, number in enumerate(sorted(largest))}
     total = sum(row.counts["samples"] for rows in together for row in rows) or 1
-    lines: list[list[Any]] = []
-    for number, (name, rows) in enumerate(zip(names, together, strict=True)):
-        planned = None if any(row.planned is None for row in rows) else rows[0].planned
-        counts = {column: sum(row.counts[column] for row in rows) for column in rows[0].counts}
-        share = counts["samples"] / total
-        hue = hues.get(number)
-        square = {} if hue is None else {"hue": hue}
-        lines.append(
-            [
-                {"text": name, "title": first[number].path} | square,
-                "–" if planned is None else f"{planned:.1f} %",
-                f"{100 * share:.1f} %",
-                {"shares": [[(planned or 0.0) / 100, "plan"], [share, hue or 0]]},
-                f"{counts['samples']:,}",
-                f"{draws[number] / rows[0].num_samples:.2f}" if draws[number] else "–",
-                *(f"{counts[column]:,}" for column in ("skipped", "errors", "excluded")),
-            ]
-        )
+    lines = [
+        _mix_line(name, rows, total, hues.get(number))
+        for number, (name, rows) in enumerate(zip(names, together, strict=True))
+    ]
     columns = ("dataset", "planned", "delivered", "", "samples", "epochs", "skipped", "failed", "excluded")
     said = "Planned: what the mix says, or, if its weights moved, what was drawn by them."
     return [_table(columns, lines, right=(1, 2, 4, 5, 6, 7, 8)), said, *_shares(ranks, names, hues)]
 
 
-def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[int, int]) -> list[Block]:
+def _mix_line(name: str, rows: Sequence[Any], total: int, hue: int | None) -> list[Any]:
+    """Return the line of a dataset, of its rows on all ranks; `total` are the samples of all datasets."""
+    planned = None if any(row.planned is None for row in rows) else rows[0].planned
+    counts = {column: sum(row.counts[column] for row in rows) for column in rows[0].counts}
+    draws = sum(row.draws for row in rows)
+    share = counts["samples"] / total
+    square = {} if hue is None else {"hue": hue}
+    return [
+        {"text": name, "title": rows[0].path} | square,
+        "–" if planned is None else f"{planned:.1f} %",
+        f"{100 * share:.1f} %",
+        {"shares": [[(planned or 0.0) / 100, "plan"], [share, hue or 0]]},
+        f"{counts['samples']:,}",
+        f"{draws / rows[0].num_samples:.2f}" if draws else "–",
+        *(f"{counts[column]:,}" for column in ("skipped", "errors", "excluded")),
+    ]
+
+
+def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[int, int]) -> list[PageBlock]:
     """Return a chart of the share of each of some datasets in the draws between two looks, and what the mix planned."""
     together: dict[int, Counter[str]] = {}
     seen = Counter(step for rank in ranks for step, _ in rank.draws)
@@ -142,9 +146,9 @@ def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[in
     ]
 
 
-def _balance(ranks: Sequence[RankSummary], recorder: RunRecorder) -> list[Block]:
+def _balance(ranks: Sequence[RankSummary], recorder: RunRecorder) -> list[PageBlock]:
     """Return how uneven the work of the ranks was as it came, and as it was divided."""
-    blocks: list[Block] = []
+    blocks: list[PageBlock] = []
     for name, what in (
         ("step", "largest cost of a rank in a step over the mean of the ranks"),
         ("round", "sum of the largest costs of the rounds of microbatches over the mean cost of a rank"),
@@ -168,7 +172,7 @@ def _balance(ranks: Sequence[RankSummary], recorder: RunRecorder) -> list[Block]
     return blocks
 
 
-def _left_out(ranks: Sequence[RankSummary]) -> list[Block]:
+def _left_out(ranks: Sequence[RankSummary]) -> list[PageBlock]:
     reasons: dict[tuple[str, str], int] = {}
     for rank in ranks:
         for dataset, hook, error, number in rank.failures:
@@ -193,7 +197,7 @@ def _left_out(ranks: Sequence[RankSummary]) -> list[Block]:
     return [_table(("dataset", "reason", "samples"), lines, right=(2,))]
 
 
-def _loading(ranks: Sequence[RankSummary]) -> list[Block]:
+def _loading(ranks: Sequence[RankSummary]) -> list[PageBlock]:
     if not any(rank.metrics for rank in ranks):
         return []
     stages = ("load_seconds", "encode_seconds", "batch_seconds")
@@ -217,7 +221,7 @@ def _unique(entries: Iterable[Any]) -> list[Any]:
     return largest[:MOST_SLOW]
 
 
-def _highest(ranks: Sequence[RankSummary]) -> list[Block]:
+def _highest(ranks: Sequence[RankSummary]) -> list[PageBlock]:
     highest = _unique(entry for rank in ranks for entry in rank.highest)
     if not highest:
         return []
@@ -234,7 +238,7 @@ def _highest(ranks: Sequence[RankSummary]) -> list[Block]:
     ]
 
 
-def _slowest(ranks: Sequence[RankSummary]) -> list[Block]:
+def _slowest(ranks: Sequence[RankSummary]) -> list[PageBlock]:
     slowest = _unique((*entry, rank.rank)[:6] for rank in ranks for entry in rank.slowest)
     if not slowest:
         return []
@@ -246,7 +250,7 @@ def _slowest(ranks: Sequence[RankSummary]) -> list[Block]:
     return [table, "The first microbatch of a process also opens the data."]
 
 
-def _curve(curve: Curve, what: str, *, percent: bool = False) -> Block:
+def _curve(curve: Curve, what: str, *, percent: bool = False) -> PageBlock:
     points = curve.points
     if not points:
         return "Not recorded."
@@ -263,12 +267,12 @@ def _line(points: Sequence[tuple[float, float]], name: str, hue: int, *, dashed:
     return {"name": name, "hue": hue, "dashed": dashed, "points": points}
 
 
-def _chart(what: str, lines: Sequence[dict[str, Any]], low: float, high: float, **more: Any) -> Block:
+def _chart(what: str, lines: Sequence[dict[str, Any]], low: float, high: float, **more: Any) -> PageBlock:
     steps = [int(step) for line in lines for step, _ in line["points"]]
     return {"chart": f"{what}, steps {min(steps)} to {max(steps)}", "low": low, "high": high, "lines": lines} | more
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Iterable[int]) -> Block:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Iterable[int]) -> PageBlock:
     return {"columns": columns, "right": [*right], "rows": rows}
 
 

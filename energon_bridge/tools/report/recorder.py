@@ -92,7 +92,7 @@ def _joined(first: list[float], second: list[float] | None) -> list[float]:
     return [second[0], *sums, min(first[3], second[3]), max(first[4], second[4])]
 
 
-class Draws:
+class DrawCounts:
     """How much of each dataset a rank had drawn, at every `every`-th optimizer step: at most `MOST_LOOKS` looks."""
 
     def __init__(self, looks: Sequence[tuple[int, Mapping[str, int]]] = (), every: int = 1) -> None:
@@ -133,7 +133,7 @@ class RunRecorder:
     def __init__(self) -> None:
         self.loss = Curve()
         self.waiting = Curve()
-        self.draws = Draws()
+        self.draws = DrawCounts()
         self.validation = Curve()
         self.rate = Curve()
         self.balance: dict[str, Curve] = {}
@@ -289,7 +289,7 @@ class RunRecorder:
             (took, made, step, number, list(keys), *(rank or [0]))
             for took, made, step, number, keys, *rank in state["slowest"]
         ]
-        self.draws = Draws([(step, drawn) for step, drawn in state["draws"]["looks"]], state["draws"]["every"])
+        self.draws = DrawCounts([(step, drawn) for step, drawn in state["draws"]["looks"]], state["draws"]["every"])
         self._pending.clear()
 
 

@@ -19,7 +19,7 @@ from energon_bridge.trainers.replica.exchange import Exchange
 from energon_bridge.trainers.replica.groups import Replica
 from energon_bridge.trainers.replica.structure import check_keys, select
 
-State = dict[str, Any]
+DocumentState = dict[str, Any]
 
 
 def open_loader(loader: Any, replica: Replica | None, balance: Balance | None = None) -> Any:
@@ -74,7 +74,7 @@ class BroadcastLoader:
         self.replica = replica
         self._exchange = Exchange(replica)
         self._loader: Any = None
-        self._state: State | None = None
+        self._state: DocumentState | None = None
         self._unfinished: str | None = None
         self._stream: Iterator[Any] | None = None
         self._length: int | None = None
@@ -143,7 +143,7 @@ class BroadcastLoader:
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def save_state_rank(self) -> State | None:
+    def save_state_rank(self) -> DocumentState | None:
         """Return the state of the source after the last batch that this rank received, without communication.
 
         Raises:
@@ -153,7 +153,7 @@ class BroadcastLoader:
             raise WrongUseError(self._unfinished)
         return self._state
 
-    def counters(self) -> list[State]:
+    def counters(self) -> list[DocumentState]:
         """Return a row for each leaf with draws, epochs and counters, as `leaf_rows` describes."""
         return [] if self._state is None else leaf_rows(read(self._state))
 
@@ -170,12 +170,12 @@ class BroadcastLoader:
         """
         self._change(lambda: self._loader.restore_state_rank(state() if callable(state) else state, **kwargs))
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> DocumentState:
         """Return the state of the whole run; every rank of every replica must call it."""
-        state: State = self._exchange.answer(lambda: self._loader.state_dict())
+        state: DocumentState = self._exchange.answer(lambda: self._loader.state_dict())
         return state
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: DocumentState) -> None:
         """Continue from the source's `state_dict()`; other ranks' arguments are ignored."""
         self._change(lambda: self._loader.load_state_dict(state))
 
@@ -190,7 +190,7 @@ class BroadcastLoader:
     def ban(self, keys: Any, **kwargs: Any) -> int:
         """Withdraw samples during the run (see `SavableDataLoader.ban`); the source's arguments count."""
 
-        def banned() -> State:
+        def banned() -> DocumentState:
             return {"draw": self._loader.ban(keys, **kwargs), **self._saved()}
 
         answer = self._exchange.answer(banned)
@@ -205,19 +205,19 @@ class BroadcastLoader:
             if close is not None:
                 close()
 
-    def _saved(self) -> State:
+    def _saved(self) -> DocumentState:
         """Return the source's state, or why it has none."""
         unfinished = getattr(self._loader, "unfinished", None)
         save = None if unfinished else getattr(self._loader, "save_state_rank", None)
         return {"state": None if save is None else save(), "unfinished": unfinished}
 
-    def _note(self, saved: State) -> None:
+    def _note(self, saved: DocumentState) -> None:
         """Take over the source's state; without one, keep the counters of the last."""
         self._unfinished = saved["unfinished"]
         if self._unfinished is None:
             self._state = saved["state"]
 
-    def _facts(self) -> State:
+    def _facts(self) -> DocumentState:
         """Return the facts about the loader for the other ranks."""
         loader = self._loader
         spec = getattr(loader, "spec", None)
@@ -233,7 +233,7 @@ class BroadcastLoader:
     def _change(self, work: Callable[[], None]) -> None:
         """Change the source's loader, and tell every rank its new facts."""
 
-        def changed() -> State:
+        def changed() -> DocumentState:
             work()
             return self._facts()
 

@@ -28,13 +28,13 @@ from torch import Tensor
 from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.core.samples import META_FIELDS, field_names
 
-Node = Any
+PlainNode = Any
 """What JSON can hold."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def encode(value: Any, where: str = "batch") -> tuple[Node, list[Tensor]]:
+def encode(value: Any, where: str = "batch") -> tuple[PlainNode, list[Tensor]]:
     """Write a value down.
 
     Args:
@@ -51,7 +51,7 @@ def encode(value: Any, where: str = "batch") -> tuple[Node, list[Tensor]]:
     return _encode(value, where, tensors), tensors
 
 
-def _encode(value: Any, where: str, tensors: list[Tensor]) -> Node:
+def _encode(value: Any, where: str, tensors: list[Tensor]) -> PlainNode:
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -90,7 +90,7 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Node:
     )
 
 
-def decode(node: Node, tensors: list[Tensor]) -> Any:
+def decode(node: PlainNode, tensors: list[Tensor]) -> Any:
     """Build the value that a node and its tensors describe.
 
     Raises:

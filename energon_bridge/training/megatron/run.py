@@ -1,8 +1,8 @@
 """One run of `trainer: megatron`, from its configuration to `predictions.jsonl`.
 
-The run folder is as with the Lightning trainer (see `training.run`), except for the checkpoints. The pure data-parallel
-rank determines the batches of a replica, which all its ranks load, or receive
-from one with `parallel.replica_loading: one_rank`.
+The run folder is as with the Lightning trainer (see `training.run_folder`), except for the checkpoints. The pure data-
+parallel rank determines the batches of a replica, which all its ranks load, or receive from one with
+`parallel.replica_loading: one_rank`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -61,7 +61,8 @@ from energon_bridge.training.megatron.checkpoints import complete_checkpoints, l
 from energon_bridge.training.megatron.model import build_model
 from energon_bridge.training.megatron.ranks import Ranks, connected_ranks
 from energon_bridge.training.megatron.step import (
-    Inputs,
+    RecordLosses,
+    StepInputs,
     Training,
     learning_rate,
     over_replicas,
@@ -76,11 +77,10 @@ from energon_bridge.training.module import record_losses
 from energon_bridge.training.presets import ModelBundle
 from energon_bridge.training.run import (
     RunResult,
-    build_data_module,
-    build_feedback,
     main_rank_first,
     report_title,
 )
+from energon_bridge.training.run_data import build_data_module, build_feedback
 from energon_bridge.training.run_folder import discard_replaced, kept_description, prepare_run_dir
 from energon_bridge.training.run_model import load_bundle
 
@@ -90,7 +90,7 @@ _WARM_UP = 2
 """Steps that are not timed."""
 
 
-class Progress:
+class RunProgress:
     """Record the losses of the steps; all ranks report at the same steps.
 
     Losses stay on the device until they are reported: until then only the last stages have them.
@@ -191,7 +191,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     step = _resume(training, loader, run_dir / "checkpoints", feedback) if resume else 0
     if ranks.main:
         say_complete(step, config.train.max_steps)
-    progress = Progress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
+    progress = RunProgress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
     accumulate = config.accumulate(ranks.groups.dp.size())
     recorder = RunRecorder()
     recorder.start(loader)
@@ -207,10 +207,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
                 recorder.microbatch(loader, batches[-1], step + 1)
             lr = learning_rate(config, step)
             timed = ranks.main and step >= _WARM_UP and step - _WARM_UP < config.train.time_microbatches // accumulate
-            started = clock() if timed else 0.0
-            sums, norm = train_step(training, batches, step, record)
-            if timed:
-                record_time(run_dir / TIMES, batches, clock() - started)
+            sums, norm = _step(training, batches, step, record, run_dir / TIMES if timed else None)
             microbatches.advance()
             step += 1
             if feedback is not None:
@@ -219,22 +216,11 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
             recorder.step(loader, step, None, lr)
             last = step == config.train.max_steps
             stop = _agree(asked.is_set(), ranks) and not last
-            logs = last or step % config.train.log_interval == 0
-            saves = last or stop or (config.checkpoint.interval > 0 and step % config.checkpoint.interval == 0)
-            if logs or saves:
-                loss = progress.write()
-                if logs and loss is not None:
-                    progress.log(step, lr, loss, norm)
+            saves = last or stop or _is_due(step, config.checkpoint.interval)
+            _write_losses(progress, step, lr, norm, logs=last or _is_due(step, config.train.log_interval), saves=saves)
             if saves:
-                save_checkpoint(
-                    training,
-                    run_dir / "checkpoints",
-                    step,
-                    loader.state_dict(),
-                    keep=config.checkpoint.keep,
-                    feedback=None if feedback is None else feedback.state_dict(),
-                )
-            if not stop and config.validation.interval and step % config.validation.interval == 0:
+                _save(training, step, loader, feedback)
+            if not stop and _is_due(step, config.validation.interval):
                 progress.write()
                 validated = (step, *_validate(training, bundle, data, step))
                 progress.restart_clock()
@@ -245,7 +231,53 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
         return RunResult(step=step, validation_loss=None, read=None, stopped=True, main_rank=ranks.main)
     if validated is None or validated[0] != step:
         validated = (step, *_validate(training, bundle, data, step))
-    _, loss, predictions = validated
+    return _result(training, *validated)
+
+
+def _step(
+    training: Training,
+    batches: Sequence[MultiModalBatch],
+    step: int,
+    record: RecordLosses | None,
+    times: Path | None,
+) -> tuple[Tensor, float]:
+    """Run a step of the optimizer; return what `train_step` does. Its time is added to a file, if one is given."""
+    started = clock() if times is not None else 0.0
+    sums, norm = train_step(training, batches, step, record)
+    if times is not None:
+        record_time(times, batches, clock() - started)
+    return sums, norm
+
+
+def _is_due(step: int, interval: int) -> bool:
+    """Return whether something is due after a step that comes every so many steps; 0: never."""
+    return interval > 0 and step % interval == 0
+
+
+def _write_losses(progress: RunProgress, step: int, lr: float, norm: float, *, logs: bool, saves: bool) -> None:
+    """Write the losses since the last time, if they are logged or saved."""
+    if logs or saves:
+        loss = progress.write()
+        if logs and loss is not None:
+            progress.log(step, lr, loss, norm)
+
+
+def _save(training: Training, step: int, loader: EnergonDataloader, feedback: MixFeedback | None) -> None:
+    config = training.config
+    save_checkpoint(
+        training,
+        Path(config.run_dir) / "checkpoints",
+        step,
+        loader.state_dict(),
+        keep=config.checkpoint.keep,
+        feedback=None if feedback is None else feedback.state_dict(),
+    )
+
+
+def _result(training: Training, step: int, loss: float, predictions: list[Prediction]) -> RunResult:
+    config = training.config
+    ranks = training.ranks
+    run_dir = Path(config.run_dir)
     if config.validation.generate and ranks.main:
         write_predictions(predictions, run_dir / "predictions.jsonl")
     read = exact_match(predictions) if config.validation.generate else None
@@ -366,7 +398,7 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
     return predictions_of(batch, texts)
 
 
-def _most_likely(training: Training, inputs: Inputs, places: Tensor, vocab_size: int) -> Tensor:
+def _most_likely(training: Training, inputs: StepInputs, places: Tensor, vocab_size: int) -> Tensor:
     """Return the most likely token after one position of each row, int64 (B,), on all ranks of a replica."""
     ranks = training.ranks
     logits = run_stages(training, inputs)

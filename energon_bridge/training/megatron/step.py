@@ -37,7 +37,7 @@ from energon_bridge.training.megatron.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
+class StepInputs:
     """One microbatch; see `Llava.forward`. `loss_mask` has the shape of `labels`, float32 of zeros and ones."""
 
     tokens: Tensor
@@ -47,14 +47,14 @@ class Inputs:
     loss_mask: Tensor
 
 
-def training_inputs(batch: MultiModalBatch, ranks: Ranks) -> Inputs:
+def training_inputs(batch: MultiModalBatch, ranks: Ranks) -> StepInputs:
     """Return the inputs for the loss of a batch; invalid rows carry no loss."""
     tokens, positions, labels, mask = (
         _even(value.to(ranks.device, non_blocking=True), ranks.groups.cp.size())
         for value in (batch.tokens, batch.position_ids, batch.labels.clamp(min=0), loss_weights(batch))
     )
     own = own_tokens(tokens, ranks)
-    return Inputs(
+    return StepInputs(
         tokens=tokens,
         pixel_values=_pixels(normalise_on_device(batch, ranks.device).pixel_values, ranks),
         attention_mask=_mask(positions, ranks, packed=batch.cu_seqlens is not None),
@@ -63,11 +63,11 @@ def training_inputs(batch: MultiModalBatch, ranks: Ranks) -> Inputs:
     )
 
 
-def writing_inputs(tokens: Tensor, pixel_values: Tensor | None, ranks: Ranks) -> Inputs:
+def writing_inputs(tokens: Tensor, pixel_values: Tensor | None, ranks: Ranks) -> StepInputs:
     """Return the inputs for the logits of rows with one sample each, padded on the right."""
     tokens = _even(tokens, ranks.groups.cp.size())
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return Inputs(
+    return StepInputs(
         tokens=tokens,
         pixel_values=_pixels(pixel_values, ranks),
         attention_mask=_mask(positions, ranks, packed=False),
@@ -101,7 +101,7 @@ def _mask(positions: Tensor, ranks: Ranks, *, packed: bool) -> Tensor | None:
 # One optimizer step, and the loss of a microbatch, by megatron-core's schedules.
 
 
-Record = Callable[[MultiModalBatch, Tensor], None]
+RecordLosses = Callable[[MultiModalBatch, Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +152,7 @@ def prepare_training(llava: Llava, config: RunConfig, ranks: Ranks) -> Training:
 
 
 def train_step(
-    training: Training, batches: Sequence[MultiModalBatch], step: int, record: Record | None = None
+    training: Training, batches: Sequence[MultiModalBatch], step: int, record: RecordLosses | None = None
 ) -> tuple[Tensor, float]:
     """Train on the microbatches of one optimizer step.
 
@@ -182,7 +182,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 
 def run_schedule(
-    training: Training, batches: Sequence[MultiModalBatch], *, forward_only: bool, record: Record | None = None
+    training: Training, batches: Sequence[MultiModalBatch], *, forward_only: bool, record: RecordLosses | None = None
 ) -> Tensor:
     """Return this rank's sum of losses and number of tokens with loss, float64 (2,)."""
     inputs = (training_inputs(batch, training.ranks) for batch in batches)
@@ -195,7 +195,7 @@ def run_schedule(
     return torch.stack([*(report["loss"] for report in reported), sums]).sum(dim=0)
 
 
-def run_stages(training: Training, inputs: Inputs) -> Tensor | None:
+def run_stages(training: Training, inputs: StepInputs) -> Tensor | None:
     """Return the logits of one microbatch, on the last stage; None on the others."""
     outputs = _run(training, [inputs], 1, forward_only=True, collect_non_loss_data=True)
     return outputs[0] if outputs else None
@@ -209,7 +209,7 @@ def over_replicas(sums: Tensor, ranks: Ranks) -> Tensor:
 
 def _run(
     training: Training,
-    inputs: Iterable[Inputs],
+    inputs: Iterable[StepInputs],
     count: int,
     forward_step_func: Callable[..., Any] | None = None,
     **kwargs: Any,
@@ -229,7 +229,7 @@ def _run(
 
 
 def _forward_step(
-    data: Iterator[Inputs], model: Any, record: Callable[[Tensor], None] | None = None
+    data: Iterator[StepInputs], model: Any, record: Callable[[Tensor], None] | None = None
 ) -> tuple[Tensor, Callable[..., Any]]:
     inputs = next(data)
     output = model(inputs.tokens, inputs.pixel_values, inputs.attention_mask, inputs.labels)

@@ -182,14 +182,14 @@ def test_gradients_are_those_of_the_tokens_of_real_microbatches(
 
 def expected_steps(config: Any, accumulate: int) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
     """Return gradients and losses of the optimizer steps, as means over the tokens of the microbatches that exist."""
-    from energon_bridge.training import run as training
     from energon_bridge.training.module import VisionLanguageModule
+    from energon_bridge.training.run_data import build_data_module
     from energon_bridge.training.run_model import load_bundle
 
     bundle = load_bundle(config, Path(config.run_dir) / "model")
     module = VisionLanguageModule(bundle, config)
     loader = get_savable_loader(
-        training.build_data_module(config, bundle).datasets_provider(config_of(1, 0, num_lanes=LANES), "train")
+        build_data_module(config, bundle).datasets_provider(config_of(1, 0, num_lanes=LANES), "train")
     )
     ownership, m = Ownership(LANES, WORLD, 0), 0
     gradients, means = [], []

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.core.errors import MetadataError
-from energon_bridge.core.mix import Blend, Concat, EpochizedBlend, LeafRef, Mix, Node, SubsetRange, WeightSchedule
+from energon_bridge.core.mix import (
+    BlendNode,
+    Concat,
+    EpochizedNode,
+    LeafRef,
+    Mix,
+    SubsetRange,
+    TreeNode,
+    WeightSchedule,
+)
 from energon_bridge.core.mix.flatten import flatten
 
 
@@ -18,17 +27,17 @@ def leaf(name: str, **settings: object) -> LeafRef:
     return LeafRef(path=f"/{name}", split_part="train", **settings)  # type: ignore[arg-type]
 
 
-def blend(*pairs: tuple[Node, object], where: str = "a blend") -> Blend:
+def blend(*pairs: tuple[TreeNode, object], where: str = "a blend") -> BlendNode:
     weights = [weight if isinstance(weight, WeightSchedule) else WeightSchedule.constant(weight) for _, weight in pairs]
-    return Blend(children=tuple(node for node, _ in pairs), weights=tuple(weights), where=where)
+    return BlendNode(children=tuple(node for node, _ in pairs), weights=tuple(weights), where=where)
 
 
-def epochized(*pairs: tuple[Node, object], where: str = "an epochized") -> EpochizedBlend:
+def epochized(*pairs: tuple[TreeNode, object], where: str = "an epochized") -> EpochizedNode:
     repetitions = tuple(Fraction(str(number)) for _, number in pairs)
-    return EpochizedBlend(children=tuple(node for node, _ in pairs), repetitions=repetitions, where=where)
+    return EpochizedNode(children=tuple(node for node, _ in pairs), repetitions=repetitions, where=where)
 
 
-def concat(*nodes: Node, where: str = "a concat") -> Concat:
+def concat(*nodes: TreeNode, where: str = "a concat") -> Concat:
     return Concat(children=nodes, where=where)
 
 
@@ -40,7 +49,7 @@ decimals = st.integers(1, 9999).map(lambda number: number / 100)
 
 
 @st.composite
-def blends(draw: st.DrawFn, depth: int = 3) -> Node:
+def blends(draw: st.DrawFn, depth: int = 3) -> TreeNode:
     """Draw a tree of blends; leaves may come twice."""
     if depth == 0 or draw(st.booleans()):
         return leaf(draw(st.sampled_from("abcdef")))
@@ -48,9 +57,9 @@ def blends(draw: st.DrawFn, depth: int = 3) -> Node:
     return blend(*pairs)
 
 
-def shares(node: Node) -> list[tuple[Node, float]]:
+def shares(node: TreeNode) -> list[tuple[TreeNode, float]]:
     """Effective weights by the definition, in floats."""
-    if not isinstance(node, Blend):
+    if not isinstance(node, BlendNode):
         return [(node, 1.0)]
     values = [schedule.at(0) for schedule in node.weights]
     return [

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.core.errors import MetadataError
-from energon_bridge.core.format.documents import Value
+from energon_bridge.core.format.documents import DocumentValue
 from energon_bridge.core.mix.tree import SubsetRange, evaluate_subset, merge_subsets, parse_subset
 
 
 def parse(bounds: object, *, allow_absolute: bool = True) -> SubsetRange:
-    subset = parse_subset(Value({"range": bounds}, "mix.yaml", "subset"), allow_absolute=allow_absolute)
+    subset = parse_subset(DocumentValue({"range": bounds}, "mix.yaml", "subset"), allow_absolute=allow_absolute)
     assert subset is not None
     return subset
 
@@ -51,7 +51,7 @@ def test_one_range(bounds, num_samples, expected):
 
 def test_no_range_is_everything():
     assert evaluate_subset([], 9) == (0, 9)
-    assert parse_subset(Value(None, "w", "f"), allow_absolute=True) is None
+    assert parse_subset(DocumentValue(None, "w", "f"), allow_absolute=True) is None
 
 
 def test_absolute_first_then_percent():
@@ -103,7 +103,7 @@ def test_wrong_bounds_name_the_place(bounds):
 @pytest.mark.parametrize("value", [["0%", "50%"], "half", {}, {"rnge": ["0%", "50%"]}])
 def test_what_is_no_subset(value):
     with pytest.raises(MetadataError, match=r"mix\.yaml, field `subset`"):
-        parse_subset(Value(value, "mix.yaml", "subset"), allow_absolute=True)
+        parse_subset(DocumentValue(value, "mix.yaml", "subset"), allow_absolute=True)
 
 
 def test_numbers_of_samples_only_at_a_leaf():

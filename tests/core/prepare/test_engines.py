@@ -24,7 +24,7 @@ from test_killed import KILLS, LONG, WORK, check_kills
 from energon_bridge.core.errors import ConfigurationError, CorruptShardError
 from energon_bridge.core.format.parallel import Task
 from energon_bridge.core.prepare import parse_ratio, prepare_dataset, run as preparing
-from energon_bridge.tools.check.engines import RayEngine
+from energon_bridge.tools.check.engines import RayShardEngine
 from energon_bridge.tools.cli.prepare_options import chosen_task
 
 RULE = parse_ratio("8,1,1")
@@ -259,7 +259,7 @@ def test_a_process_that_is_killed_changes_nothing(tmp_path: Path) -> None:
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes do not find this module
-    engine = RayEngine()
+    engine = RayShardEngine()
     assert list(engine.map_shards(partial(square, tmp_path), range(6))) == [0, 1, 4, 9, 16, 25]
     with pytest.raises(CorruptShardError, match="seven"):
         list(engine.map_shards(partial(square, tmp_path), range(6, 9)))

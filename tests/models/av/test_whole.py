@@ -17,7 +17,7 @@ from paths import TESTS
 
 from energon_bridge.models.av import AVDecoder, get_single_frames_uniform
 from energon_bridge.models.av.headers import tells_frames
-from energon_bridge.models.av.media import Media
+from energon_bridge.models.av.media import MediaFile
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 CONTAINERS = ("mp4", "mov", "mkv", "webm", "avi", "flv", "ts", "mpg", "ogg", "ivf", "nut", "asf", "mxf", "3gp")
@@ -230,7 +230,7 @@ def test_common_videos_are_read_by_their_packets(tmp_path: Path) -> None:
         settings = {"codec": kind} | KINDS[kind] | TIMES["early"]
         path = write_video(tmp_path / f"a.{form}", **settings)
         with path.open("rb") as file:
-            media = Media(file, form)
+            media = MediaFile(file, form)
             assert tells_frames(media)
             media.close()
 

@@ -31,7 +31,7 @@ from energon_bridge.models.families import (
     ChatTemplateTaskEncoder,
     FixedTokenFamily,
 )
-from energon_bridge.models.families.rendering import Segment, make_renderer, tokenize_segments
+from energon_bridge.models.families.rendering import TextPiece, make_renderer, tokenize_segments
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 # As the models of Qwen2-VL have it: a default system prompt, and numbers of pictures on demand.
@@ -403,7 +403,7 @@ def test_tokens_are_those_of_the_whole_text() -> None:
 def test_white_space_in_front_of_a_token_stays_with_what_it_says(segments: Any, expected: list[str]) -> None:
     tokenizer = train_tokenizer(["say yes", "yes say", "yes yes"] * 3, 300, QWEN_TOKENS)
     assert tokenizer.tokenize(" yes") == ["\u0120yes"]  # one token, the white space at its front
-    tokens, are_learned, _ = tokenize_segments([Segment(*segment) for segment in segments], [], tokenizer, {}).rows
+    tokens, are_learned, _ = tokenize_segments([TextPiece(*segment) for segment in segments], [], tokenizer, {}).rows
     learned = [token for token, yes in zip(tokens.tolist(), are_learned.tolist(), strict=True) if yes]
     assert [tokenizer.decode([token]) for token in learned] == expected
     text = "".join(segment[0] for segment in segments)

@@ -363,18 +363,23 @@ def test_an_encoder_with_its_path_can_be_sent_to_a_process() -> None:
 @pytest.mark.parametrize(
     ("size", "frames", "layout"),
     [
-        ((56, 84), 1, native.Layout(patch=(14, 14), merge=2, times=2)),
-        ((56, 84), 2, native.Layout(patch=(14, 14), merge=2, times=2)),  # frames of a video
-        ((392, 392), 1, native.Layout(patch=(14, 14), merge=2, times=2)),  # large enough to go past the caches
-        ((64, 48), 1, native.Layout(patch=(16, 16))),
-        ((6, 10), 1, native.Layout(patch=(3, 5), times=3)),
-        ((300, 700), 1, native.Layout()),  # row by row
-        ((1, 1), 1, native.Layout()),
-        ((2, 5000), 1, native.Layout()),  # rows that are too long for it
+        ((56, 84), 1, native.PixelLayout(patch=(14, 14), merge=2, times=2)),
+        ((56, 84), 2, native.PixelLayout(patch=(14, 14), merge=2, times=2)),  # frames of a video
+        ((392, 392), 1, native.PixelLayout(patch=(14, 14), merge=2, times=2)),  # large enough to go past the caches
+        ((64, 48), 1, native.PixelLayout(patch=(16, 16))),
+        ((6, 10), 1, native.PixelLayout(patch=(3, 5), times=3)),
+        ((300, 700), 1, native.PixelLayout()),  # row by row
+        ((1, 1), 1, native.PixelLayout()),
+        ((2, 5000), 1, native.PixelLayout()),  # rows that are too long for it
     ],
 )
 def test_values_lie_where_numpy_puts_them(
-    used: str, size: tuple[int, int], frames: int, layout: native.Layout, dtype: Any, monkeypatch: pytest.MonkeyPatch
+    used: str,
+    size: tuple[int, int],
+    frames: int,
+    layout: native.PixelLayout,
+    dtype: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = np.random.default_rng(3)
     pixels = rng.integers(0, 256, (*((frames,) if frames > 1 else ()), *size, 3), np.uint8)
@@ -395,12 +400,12 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     if not native.COMPILED:
         pytest.skip("needs the compiled part")
     pixels, table = np.zeros((8, 8, 3), np.uint8), np.zeros((3, 256), np.float32)
-    native.look_up(pixels, table, native.Layout(patch=(4, 4)), np.empty(192, np.float32))
+    native.look_up(pixels, table, native.PixelLayout(patch=(4, 4)), np.empty(192, np.float32))
     for patch, out in (((3, 4), 192), ((4, 4), 191), ((4, 4), 384)):
         with pytest.raises(ValueError, match="do not fit"):
-            native.look_up(pixels, table, native.Layout(patch=patch), np.empty(out, np.float32))
+            native.look_up(pixels, table, native.PixelLayout(patch=patch), np.empty(out, np.float32))
     with pytest.raises(ValueError, match="do not fit"):
-        native.look_up(pixels, table, native.Layout(patch=(4, 4), merge=3), np.empty(192, np.float32))
+        native.look_up(pixels, table, native.PixelLayout(patch=(4, 4), merge=3), np.empty(192, np.float32))
     made = native.coefficients(8, 4, "bicubic")
     where, coefficients = made.where, made.memory
     good = [

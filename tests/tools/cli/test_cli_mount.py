@@ -21,7 +21,7 @@ from previews import CRUDE
 
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.storage import open_store
-from energon_bridge.tools.preview.mount import DatasetTree, Part
+from energon_bridge.tools.preview.mount import DatasetTree, MountedPart
 from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 
 captions = made_once(create_captioning_test_dataset, num_train=20, num_val=4)
@@ -37,7 +37,7 @@ def crude(folder: Path, samples: dict[str, dict[str, bytes]]) -> Path:
 def files_of(tree: DatasetTree, path: str = "") -> Iterator[tuple[str, bytes]]:
     """Yield the path and content of every file."""
     found = tree.find(path)
-    if isinstance(found, Part):
+    if isinstance(found, MountedPart):
         yield path.removeprefix("/"), tree.read(found, 0, 1 << 20)
         return
     assert found is not None
@@ -70,7 +70,7 @@ def test_ranges_of_a_file(captions: Path) -> None:
     tree = DatasetTree(open_store(captions))
     path, content = next(files_of(tree))
     part = tree.find(path)
-    assert isinstance(part, Part)
+    assert isinstance(part, MountedPart)
     for offset, length in ((0, 5), (3, 10**9), (len(content) - 1, 1), (len(content), 9), (10**6, 9)):
         assert tree.read(part, offset, length) == content[offset : offset + length]
     for missing in ("/nothing", "/train", f"/{path}/below", "/train/shard_000.tar/nothing"):

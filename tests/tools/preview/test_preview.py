@@ -35,7 +35,7 @@ from energon_bridge.core.registry import load
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.tools.preview.batches import delivered, shown
 from energon_bridge.tools.preview.pages import histogram, write_pages
-from energon_bridge.tools.preview.records import Clip, Picture, Record, Text, Turn, fields_of, items_of
+from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, ShownTurn, Text, fields_of, items_of
 from energon_bridge.tools.preview.sources import SampleSource, shared_out
 from energon_bridge.tools.preview.terminal import half_blocks, lines_of, lines_of_batch, waveform
 from energon_bridge.tools.testing import create_captioning_test_dataset
@@ -54,7 +54,7 @@ def source_of(path: Path) -> SampleSource:
     return SampleSource(get_train_dataset(path, batch_size=None, trust_remote_code=True))
 
 
-def records_of(path: Path, limit: int | None = None) -> list[Record]:
+def records_of(path: Path, limit: int | None = None) -> list[SampleRecord]:
     source = source_of(path)
     return list(source.records(source.in_order(limit), lambda record: record))
 
@@ -122,9 +122,9 @@ def test_conversations_are_turns(tmp_path: Path) -> None:
     found = records_of(previews.chats(tmp_path / "x.jsonl"))
     turns = [item for _, items in found[1].fields for item in items]
     assert turns == [
-        Turn("user", (Text("text", "turn 0 of 1"),)),
-        Turn("assistant", (Text("text", "turn 1 of 1"),)),
-        Turn("user", (Text("text", "turn 2 of 1"),)),
+        ShownTurn("user", (Text("text", "turn 0 of 1"),)),
+        ShownTurn("assistant", (Text("text", "turn 1 of 1"),)),
+        ShownTurn("user", (Text("text", "turn 2 of 1"),)),
     ]
     assert found[1].sizes()["turns"] == [3]
 
@@ -133,7 +133,10 @@ def test_a_turn_is_shown_with_what_stands_beside_its_content() -> None:
     calls = [{"function": {"name": "zoom"}}]
     turns = [{"role": "assistant", "content": content, "tool_calls": calls, "name": None} for content in (None, "a")]
     beside = Text("json", json.dumps({"tool_calls": calls}, indent=2))
-    assert list(items_of(turns)) == [Turn("assistant", (beside,)), Turn("assistant", (Text("text", "a"), beside))]
+    assert list(items_of(turns)) == [
+        ShownTurn("assistant", (beside,)),
+        ShownTurn("assistant", (Text("text", "a"), beside)),
+    ]
 
 
 def test_what_does_not_load_is_shown_with_its_error(tmp_path: Path) -> None:
@@ -236,17 +239,17 @@ def test_sounds_are_players_and_waves(tmp_path: Path) -> None:
         assert isinstance(clip, Clip)
         assert (clip.kind, clip.suffix) == ("audio", "wav")
     (turn,) = shown["turns"]
-    assert isinstance(turn, Turn)
+    assert isinstance(turn, ShownTurn)
     assert [type(item) for item in turn.items] == [Text, Clip, Text, Clip]
     assert isinstance(turn.items[1], Clip)
     assert turn.items[1].stream == wav
     assert turn.items[2] == Text("text", "<audio>")
-    assert shown["picture"] == (Turn("user", (Text("text", "<image>"),)),)
+    assert shown["picture"] == (ShownTurn("user", (Text("text", "<image>"),)),)
     (pair,) = shown["pair"]
     assert isinstance(pair, Clip)
     assert AVDecoder(pair.stream).get_audio().audio_clips[0][0].numpy() == pytest.approx(ramp, abs=1e-4)  # type: ignore[index]
     assert not any(isinstance(item, Clip) for item in shown["other"])
-    record = Record(
+    record = SampleRecord(
         dataset="d", key="k", shard="", index=0, fields=[(name, shown[name]) for name in ("pair", "film", "bad")]
     )
     lines = [line.plain for line in lines_of(record, columns=8)]
@@ -613,7 +616,7 @@ def test_pages_are_served_to_this_machine_only(captions: Path) -> None:
 
 
 def test_a_configuration_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "energon_bridge.training.run", None)
+    monkeypatch.setitem(sys.modules, "energon_bridge.training.run_data", None)
     load.cache_clear()  # it may have been imported before
     assert "pip install 'energon-bridge[lightning,hf]'" in energon("preview", "--config", CONFIG).output
 
