@@ -7,6 +7,9 @@ Every function takes an image or several of one size, a list of images of any si
 shape (…, channels, height, width), arrays (…, height, width, channels), as decoders give them; what comes out is of the
 same kind, and a list of a list. Pillow images become RGB arrays.
 
+None of it calls torchvision: its wheel fits one build of torch (beside another, transformers cannot be imported), and
+where it is installed, transformers takes other image processors by default, whose values differ.
+
 Random functions draw what torchvision draws, in its order, from `generator`, by default torch's global one. The loader
 seeds that one before every hook with a key of the sample and its epoch, so the same sample gets the same crop on any
 rank, with any number of workers, and after a resume. All images of one tensor get the same crop or flip, as in
