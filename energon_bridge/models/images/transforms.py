@@ -282,13 +282,7 @@ def _hwc(pixels: Tensor) -> np.ndarray:
 def _scaled(pixels: Tensor, size: tuple[int, int], by: Interpolation, antialias: bool) -> Tensor:
     if tuple(pixels.shape[-2:]) == size:
         return pixels
-    if (
-        pixels.dtype == torch.uint8
-        and pixels.shape[-3] == 3
-        and antialias
-        and by in _SMOOTH
-        and pixels.device.type == "cpu"
-    ):
+    if _is_rgb(pixels) and antialias and by in _SMOOTH:
         return _scaled_bytes(pixels, size, cast(Literal["bilinear", "bicubic"], by))
     flat = pixels.reshape(-1, *pixels.shape[-3:])
     made = torch.nn.functional.interpolate(flat, size, mode=by, antialias=antialias and by in _SMOOTH)
