@@ -484,14 +484,15 @@ class KeyIndexWriter:
         for key in scan.keys:
             row = self.connection.execute(query, (key, shard)).fetchone()
             if row is not None or key in seen:
-                other = self._shards[row[0]] if row is not None else self._shards[shard]
-                there = self._part_names(key)
-                here = scan.parts_of(scan.keys.index(key))
-                if row is not None and there and there.isdisjoint(here):
-                    return other_parts(other, key, there, self._shards[shard], here)
-                twice.setdefault(key, other)
+                twice.setdefault(key, self._shards[shard if row is None else row[0]])
             seen.add(key)
-        key, other = next(iter(twice.items()), ("", ""))
+        if not twice:  # an index of another tool may have other constraints
+            return DuplicateKeyError(f"a sample key of {self._shards[shard]!r} occurs twice in the dataset.")
+        key, other = next(iter(twice.items()))
+        there = self._part_names(key)
+        here = scan.parts_of(scan.keys.index(key))
+        if other != self._shards[shard] and there and there.isdisjoint(here):
+            return other_parts(other, key, there, self._shards[shard], here)
         more = f", and so with {len(twice) - 1} more of its keys" if len(twice) > 1 else ""
         return DuplicateKeyError(
             f"the sample key {key!r} is in {other!r} and again in {self._shards[shard]!r}{more}. Keys must be unique "

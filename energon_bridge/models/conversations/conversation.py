@@ -1,8 +1,8 @@
 """A conversation with its images, videos and sounds: one record, whatever a dataset has, before any tokenizer.
 
 `read_conversation` makes it of a `ChatSample`, and of any sample or crude sample with `messages`, `conversations` or
-`conversation` (also inside a `json` part); `sample_encoders` of the other types. Two renderings make text of it:
-`layout`, with texts around the turns, for `MultiModalTaskEncoder`, and `families.rendering`, with a chat template.
+`conversation` (also inside a `json` part); `sample_encoders` of the other types. Text is made of it by `rendering`,
+with a chat template, or by `layout`, with texts around the turns, which only `MultiModalTaskEncoder` has.
 
 A turn of a dataset is `{"role": …, "content": …}` or `{"from": …, "value": …}`; `human` and `gpt` mean `user` and
 `assistant`, and `turns` knows the other forms. Its content is a text with the placeholders `<image>`, `<video>`

@@ -16,11 +16,13 @@ from energon_bridge.models.conversations.conversation import (
     Conversation,
     Document,
     MediaWithOptions,
+    Part,
     Piece,
     Turn,
     check_keys,
     template_keys,
 )
+from energon_bridge.models.conversations.rendering import ChatRenderer
 from energon_bridge.models.conversations.templates import ChatTemplate, RunDay, template_source
 
 
@@ -158,9 +160,20 @@ class Rendered(NamedTuple):
 
 
 def render(
-    content: Conversation | Document, config: MultiModalSampleConfig, tokenizer: Any, day: RunDay | None = None
+    content: Conversation | Document,
+    config: MultiModalSampleConfig,
+    tokenizer: Any,
+    day: RunDay | None = None,
+    renderers: dict[Any, ChatRenderer] | None = None,
 ) -> Rendered:
     """Render a conversation by the template, or a document as it is.
+
+    Args:
+        content: What the sample has to say.
+        config: Has the template.
+        tokenizer: Renders a chat template, its own if the configuration has none.
+        day: The date that the template writes. None: today's.
+        renderers: Those of earlier samples with this configuration, which know the shapes of conversations.
 
     Raises:
         SampleError: There is nothing to learn, or what only the chat template of a model's family can write.
@@ -180,7 +193,14 @@ def render(
     if chat_template is None or template.layout is not None:
         layout = template.layout or TurnLayout()
         return Rendered(list(_lay_out(turns, layout, template)), layout.has_special_tokens)
-    return Rendered(list(_render_chat(turns, chat_template, template, tokenizer, day or RunDay.of(None))), True)
+    renderers = {} if renderers is None else renderers
+    place = id(tokenizer), chat_template
+    if place not in renderers:
+        rendering = ChatTemplate(
+            tokenizer=tokenizer, source=chat_template, roles=template.roles, day=day or RunDay.of(None)
+        )
+        renderers[place] = ChatRenderer(plain=rendering, with_tools=rendering, as_text=True)
+    return Rendered(list(_render_chat(turns, renderers[place])), True)
 
 
 def place_images(question: str, count: int, config: MultiModalSampleConfig) -> str:
@@ -237,29 +257,22 @@ def _lay_out(turns: Sequence[Turn], layout: TurnLayout, template: ConversationTe
         shown = layout.between
 
 
-def _render_chat(
-    turns: Sequence[Turn], chat_template: str, template: ConversationTemplateConfig, tokenizer: Any, day: RunDay
-) -> Iterator[Piece]:
+def _render_chat(turns: Sequence[Turn], renderer: ChatRenderer) -> Iterator[Piece]:
     """Yield the text up to the last answer; which of it is learned, `templates` says."""
-    names = {"system": "system", "user": template.roles[0], "assistant": template.roles[1]}
     last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
-    messages = [{"role": names[turn.role], "content": turn.text} for turn in turns[: last + 1]]
-    rendering = ChatTemplate(tokenizer=tokenizer, source=chat_template, roles=template.roles, day=day)
-    numbers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
-    text, spans = rendering.answers(messages, None, numbers)
-    if chat_template not in _named:
-        _named.add(chat_template)
-        rendering.check_ends(text, spans)
-    for number, span in zip(numbers if not rendering.marks else (), spans, strict=False):
-        if turns[number].text.strip() not in text[slice(*span)]:
+    said = [Turn(turn.role, (Part("text", turn.text),), learned=turn.learned) for turn in turns[: last + 1]]
+    text, spans = renderer.rendered(Conversation(turns=said))
+    answers = [turn.text for turn in said if turn.role == "assistant" and turn.learned]
+    for answer, span in zip(answers if not renderer.plain.marks else (), spans, strict=False):
+        if answer.strip() not in text[slice(*span)]:
             raise UnfitSampleError(
                 f"the chat template cannot be used for training: it writes {text[slice(*span)]!r} for the answer "
-                f"{turns[number].text!r}"
+                f"{answer!r}"
             )
     done = 0
     for span in spans:
         yield Piece(text[done : span.start])
         yield Piece(text[slice(*span)], learned=True)
         done = span.end
-    if numbers[-1] < last:
+    if not said[-1].learned:
         yield Piece(text[done:])  # answers that are not learned, and the images of their questions

@@ -26,6 +26,7 @@ from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.models.conversations.batching import SequenceTaskEncoder
 from energon_bridge.models.conversations.conversation import Piece, name_missing_end
 from energon_bridge.models.conversations.layout import MultiModalSampleConfig, Rendered, layout_markers, render
+from energon_bridge.models.conversations.rendering import ChatRenderer
 from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS, read_sample, sample_key
 from energon_bridge.models.conversations.sequences import (
     Grid,
@@ -121,6 +122,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
         self.pixels_dtype: PixelDtype = pixels_dtype
         self.autorotate = autorotate
         self._day = RunDay.of(today)
+        self._renderers: dict[Any, ChatRenderer] = {}
         path = pixel_path(image_processor, pixels, pixels_dtype)
         self._set_pixels(image_processor, path, pixels_dtype, MultiModalTaskEncoder.decoder)
         self.config = multimodal_sample_config or MultiModalSampleConfig()
@@ -151,7 +153,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
         """
         try:
             content = read_sample(sample, self._encoders, self.config, control_tokens=self._control_tokens)
-            rendered = render(content, self.config, self.tokenizer, self._day)
+            rendered = render(content, self.config, self.tokenizer, self._day, self._renderers)
             self._check_placeholders(rendered.pieces, len(content.images))
             sequence = Sequencer(longest=self.seq_length)
             visual = self._fill(sequence, rendered, content.images)

@@ -1,6 +1,6 @@
 """Encoders for families of Hugging Face models: from conversations to the model's inputs.
 
-`rendering` applies the chat template to conversations, finds the learned text and makes tokens.
+`rendering` makes tokens of what the tokenizer's chat template writes for a conversation.
 `vision` has the interface of a family, `llava` and `qwen` are families; `video` chooses the frames of videos, `sound`
 makes sounds one channel at a model's rate. `registry` finds the family of a model. `encoder` is the task encoder for
 all of them, with its settings.

@@ -34,6 +34,7 @@ from energon_bridge.models.conversations.conversation import (
     warn_once,
 )
 from energon_bridge.models.conversations.layout import ImageToken, MultiModalSampleConfig
+from energon_bridge.models.conversations.rendering import TextPiece
 from energon_bridge.models.conversations.sample_encoders import (
     SAMPLE_ENCODERS,
     encode_video_question,
@@ -51,7 +52,6 @@ from energon_bridge.models.families.processor import ProcessorFamily
 from energon_bridge.models.families.qwen import QwenFamily
 from energon_bridge.models.families.registry import family_of, load_pretrained
 from energon_bridge.models.families.rendering import (
-    TextPiece,
     Tokens,
     bos_to_add,
     document_segments,
@@ -409,7 +409,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         if isinstance(content, Document):
             if not self.tokenizer.eos_token:
                 name_missing_end()
-            return document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
+            return document_segments(content, self._renderer.media, eos=self.tokenizer.eos_token or "")
         content = in_parts(content)
         _check_last_turns(content, self._renderer.named)
         return self._renderer.segments(content.with_system(self.config.system))

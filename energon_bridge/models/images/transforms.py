@@ -7,6 +7,9 @@ Every function takes an image or several of one size, a list of images of any si
 shape (…, channels, height, width), arrays (…, height, width, channels), as decoders give them; what comes out is of the
 same kind, and a list of a list. Pillow images become RGB arrays.
 
+None of it calls torchvision: its wheel fits one build of torch (beside another, transformers cannot be imported), and
+where it is installed, transformers takes other image processors by default, whose values differ.
+
 Random functions draw what torchvision draws, in its order, from `generator`, by default torch's global one. The loader
 seeds that one before every hook with a key of the sample and its epoch, so the same sample gets the same crop on any
 rank, with any number of workers, and after a resume. All images of one tensor get the same crop or flip, as in
@@ -279,13 +282,7 @@ def _hwc(pixels: Tensor) -> np.ndarray:
 def _scaled(pixels: Tensor, size: tuple[int, int], by: Interpolation, antialias: bool) -> Tensor:
     if tuple(pixels.shape[-2:]) == size:
         return pixels
-    if (
-        pixels.dtype == torch.uint8
-        and pixels.shape[-3] == 3
-        and antialias
-        and by in _SMOOTH
-        and pixels.device.type == "cpu"
-    ):
+    if _is_rgb(pixels) and antialias and by in _SMOOTH:
         return _scaled_bytes(pixels, size, cast(Literal["bilinear", "bicubic"], by))
     flat = pixels.reshape(-1, *pixels.shape[-3:])
     made = torch.nn.functional.interpolate(flat, size, mode=by, antialias=antialias and by in _SMOOTH)

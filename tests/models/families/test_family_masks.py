@@ -23,6 +23,7 @@ from energon_bridge.core.errors import (
     UnfitSampleError,
 )
 from energon_bridge.models.conversations.conversation import read_conversation
+from energon_bridge.models.conversations.rendering import TextPiece
 from energon_bridge.models.conversations.templates import ChatTemplate
 from energon_bridge.models.families import (
     CHATML_TEMPLATE,
@@ -31,7 +32,7 @@ from energon_bridge.models.families import (
     ChatTemplateTaskEncoder,
     FixedTokenFamily,
 )
-from energon_bridge.models.families.rendering import TextPiece, make_renderer, tokenize_segments
+from energon_bridge.models.families.rendering import make_renderer, tokenize_segments
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 # As the models of Qwen2-VL have it: a default system prompt, and numbers of pictures on demand.
