@@ -292,6 +292,7 @@ SPELLED: dict[str, tuple[str, str, str]] = {  # the question, what is shown, and
     "an at sign": ("@image1 a @image2 color?", "I a I color?", "rb"),
     "figures": ("<figure 2>a<fig1>color?", "IaIcolor?", "br"),
     "braces": ("{image}a{image}color?", "IaIcolor?", "rb"),
+    "braces and spaces": ("{{ image }}a{ image }color?", "IaIcolor?", "rb"),
     "double braces": ("{{image}}a{{image}}color?", "IaIcolor?", "rb"),
     "percent signs": ("%IMAGE%a%IMAGE%color?", "IaIcolor?", "rb"),
     "dollar signs": ("$IMAGE$a$IMAGE$color?", "IaIcolor?", "rb"),
@@ -335,6 +336,8 @@ def test_places_in_other_spellings_are_places(tmp_path: Path, media: Path, bundl
         ("<red.png> <blue.png> color?", "'<red.png>', which looks like a place"),
         ("[Image: red.png] [Image: blue.png] color?", r"'\[Image: red.png\]', which looks like a place"),
         ("red.png\nblue.png\ncolor?", "'red.png', which looks like a place"),
+        ("{{image_url}} {{image_url}} color?", r"'\{\{image_url\}', which looks like a place"),
+        ("IMAGE_PLACEHOLDER color?", "'IMAGE_PLACEHOLDER', which looks like a place"),
         ("<image id=1><image id=2> color?", "'<image id=1>', which looks like a place"),
         ("(image 1) color?", r"the text has 1 image places \(\(image 1\)\) but the sample has 2 images"),
         ("<image><image 2> color?", "the text has 1 image placeholders '<image>' but the sample has 2"),
@@ -349,7 +352,10 @@ def test_places_that_do_not_fit_are_refused(tmp_path: Path, media: Path, questio
 
 @pytest.mark.parametrize(
     "question",
-    ["What is (a) red?", "Is $x$ 50% of #2?", "See chart.png, please.", "Write to me@image.org", "an (image)"],
+    [
+        *("What is (a) red?", "Is $x$ 50% of #2?", "See chart.png (a.png).", "tree:\na.png\nb.html"),
+        *("Write to me@image.org", "an (image)", "What does image_token do?"),
+    ],
 )
 def test_ordinary_texts_beside_media_are_no_places(question: str) -> None:
     sample = {"__key__": "a", "json": llava(question), "0.png": "r"}

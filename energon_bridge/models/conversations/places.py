@@ -33,7 +33,7 @@ _OPEN = r"<(?:img|\|?(?:vision|audio|image|video|im)_(?:start|bos|begin)\|?)>"
 _CLOSE = r"<(?:/img|\|?(?:vision|audio|image|video|im)_(?:end|eos)\|?)>"
 _SPELLED = re.compile(
     rf"\n?(?:{_OPEN}(?=<[^<>/]{{1,30}}>{_CLOSE}))?(?:<<\s*{_WORD}\s*>>|<\|?\s*{_WORD}\s*\|?>|\[\[{_WORD}\]\]|\[{_WORD}\]"
-    rf"|\{{\{{{_WORD}\}}\}}|\{{{_WORD}\}}|<start_of_(image)>()|__{_WORD}__|%{_WORD}%|\${_WORD}\$|##{_WORD}##"
+    rf"|\{{\{{ ?{_WORD} ?\}}\}}|\{{ ?{_WORD} ?\}}|<start_of_(image)>()|__{_WORD}__|%{_WORD}%|\${_WORD}\$|##{_WORD}##"
     rf"|\({_NUMBERED}\)|(?<!\w)@{_NUMBERED}(?!\w)|<(fig)(?:ure)?[ _-]?([0-9]{{1,3}})>)(?:{_CLOSE})?\n?",
     re.IGNORECASE,
 )
@@ -44,7 +44,9 @@ _FILE = (
 _LIKE_PLACES = re.compile(
     r"<(?!/)\|?[^<>\n=]{0,24}(?:image|img|picture|photo|video|audio|sound|speech|visual|vision|frame|media|placeholder|clip)"
     r"[^<>\n=]{0,24}\|?>|<(?:image|img|video|audio)\s[^<>\n]{0,200}>|!\[[^\]\n]{0,200}\]\([^)\n]{0,200}\)"
-    rf"|[<\[({{](?:\w+[:=] ?)?{_FILE}[>\])}}]|^[ \t]*{_FILE}[ \t]*$",
+    rf"|[<\[{{](?:\w+[:=] ?)?{_FILE}[>\]}}]|\A[ \t]*{_FILE}[ \t]*$|^[ \t]*{_FILE}\s*\Z"
+    r"|\{\{? ?(?:image|img|video|audio)_?(?:path|url|file|name) ?\}"
+    r"|(?-i:\b(?:IMAGE|IMG|VIDEO|AUDIO)_(?:PLACEHOLDER|TOKEN)\b)",
     re.IGNORECASE | re.MULTILINE,
 )
 _ALSO_TEXT = re.compile(r"[^<]|<(?:<|fig|(?:img|picture|pic|photo|sound|speech|vid)>)", re.IGNORECASE)

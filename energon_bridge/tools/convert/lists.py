@@ -235,9 +235,13 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
             raise SourceError(f"{path}: `annotations` without `images`: COCO's list of them names the files. Add it.")
         lists = [name for name, value in content.items() if isinstance(value, list) and value]
         if len(lists) != 1:
+            names = f"{', '.join(map(str, list(content)[:10])) or 'nothing'}{', …' * (len(content) > 10)}"
+            remedy = ""
+            if content and all(isinstance(value, Mapping) for value in content.values()):
+                remedy = " Write its objects as a list, those of each split in a file of their own."
             raise SourceError(
                 f"{path}: expected a list of objects, or COCO's `images` and `annotations`, found an object with "
-                f"{', '.join(map(str, content)) or 'nothing'}."
+                f"{names}.{remedy}"
             )
         content = content[lists[0]]
     if not isinstance(content, list):
@@ -488,7 +492,7 @@ def check_whole(rows: Sequence[Row], without: str) -> None:
             f"it answers. Write a conversation into each row, as `messages`, of the rows with the same "
             f"{' and '.join(parts) or 'conversation'}, or {without.replace('COLUMN', column)}"
         )
-    if tree := next((name for name, value in row.values.items() if _is_tree(value)), None):
+    if column is None and (tree := next((name for name, value in row.values.items() if _is_tree(value)), None)):
         raise SourceError(
             f"{where}`{tree}` is a tree of messages, with several `replies` to each: write a conversation for each way "
             "through it, as `messages`."

@@ -519,6 +519,17 @@ def test_ids_beside_a_transcript_or_turns_are_metadata() -> None:
         cook_conversation({"__key__": "a", "json": {"image_id": "233", "messages": TURNS}})
 
 
+def test_objects_by_name_are_refused_shortly(tmp_path: Path) -> None:
+    """As in the problems.json of ScienceQA and the dataset.json of OCR-VQA, which have all splits."""
+    problems = {str(n): {"question": "Which?", "answer": 0, "split": "test"} for n in range(1000)}
+    (tmp_path / "problems.json").write_text(json.dumps(problems))
+    said = refused(tmp_path / "problems.json", tmp_path / "out")
+    assert (
+        "found an object with 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …. Write its objects as a list, those of each split" in said
+    )
+    assert len(said) < 500
+
+
 @pytest.mark.parametrize("column", ["comment", "caption_str"])
 def test_captions_of_flickr30k_and_textcaps(tmp_path: Path, column: str) -> None:
     source = listed(tmp_path, [{"image_name": "a.png", "comment_number": 0, column: "A dog runs."}])
