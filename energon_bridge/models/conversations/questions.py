@@ -92,6 +92,9 @@ _METADATA = frozenset(
             "ocr_info",
             "image_classes",
             "metamap_phrases",
+            "language_code",
+            "lang_code",
+            "country_code",
         ),
     )
 )

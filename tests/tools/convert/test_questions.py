@@ -633,6 +633,10 @@ PUBLIC: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"problem": "Solve x=1.", "level": "Level 5", "type": "Algebra", "solution": "It is 1."},
         ["Solve x=1.", "It is 1."],
     ),
+    "Aya": (
+        {"inputs": "Say it.", "targets": "It.", "language": "English", "language_code": "eng", "user_id": "a"},
+        ["Say it.", "It."],
+    ),
     "OpenOrca": (
         {"id": "n", "system_prompt": "", "question": "What is it?", "response": "It."},
         ["What is it?", "It."],
