@@ -121,9 +121,6 @@ class _Epoch(NamedTuple):
     end: int
 
 
-_NO_EPOCH = _Epoch(0, 0, 0)
-
-
 class PackBuffer:
     """The packs of a lane in turn, then the samples from which the next ones are selected.
 
@@ -158,7 +155,7 @@ class PackBuffer:
         self.members: IntArray = held.members[np.repeat(waiting, lengths)]
         self._waits: IntArray = numbers[waiting]
         self._fresh = self._first_fresh()
-        self._drawing = _NO_EPOCH
+        self._drawing = _Epoch(0, 0, 0)
 
     def share(self, rows: int, draw: int) -> int:
         """Return the samples to draw after a microbatch of so many packs; 0 if the next one needs a selection first."""
@@ -250,8 +247,7 @@ class PackBuffer:
         """Drop the other samples of the buffer."""
         self.members = self.members[kept]
         self._waits = self._waits[kept]
-        if self._fresh is not None:
-            self._fresh = self._first_fresh()
+        self._fresh = None if self._fresh is None else self._first_fresh()
 
     def take(self, packs: int) -> tuple[IntArray, IntArray]:
         """Remove the first packs; return their sizes, and the references of their samples."""
