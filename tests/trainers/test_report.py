@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from browser import Page, browser
 from forked import become_rank, free_port, run_forked
 from hypothesis import given, strategies as st
+from PIL import Image
 from previews import CRUDE, HOSTILE
 
 pytest.importorskip("lightning.pytorch")
@@ -72,7 +75,13 @@ class Read:
 
 
 def said(cell: Any) -> str:
-    return cell if isinstance(cell, str) else " ".join([cell.get("text", ""), *cell.get("keys", ())]).strip()
+    return (
+        cell
+        if isinstance(cell, str)
+        else " ".join(
+            [cell.get("text", ""), *cell.get("keys", ()), *(text for text, _ in cell.get("links", ()))]
+        ).strip()
+    )
 
 
 class Model(Plain):
@@ -302,6 +311,53 @@ def test_a_report_has_validation_learning_rate_and_the_highest_losses(mix: Blend
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > 100
     assert "train-00007" in said(rows[0][-1])
+    # Each is linked to a page that shows what the dataset has: its picture and its caption.
+    written = pages_of(tmp_path / "report-samples")
+    for row in rows:
+        keys = row[-1]["keys"]
+        numbers = [to.removeprefix("report-samples/index.html#/sample/") for _, to in row[-1]["links"]]
+        shown = [written[int(number)] for number in numbers]
+        assert [one["key"] for one in shown] == keys
+        assert all(dict(one["facts"])["step"] == int(row[1]) for one in shown)
+        for one in shown:
+            fields = dict(one["fields"])
+            with tarfile.open(Path(mix.items[one["part"]][0], one["shard"])) as shard:
+                caption = shard.extractfile(f"{one['key']}.txt").read().decode()
+                with Image.open(shard.extractfile(f"{one['key']}.png")) as image:
+                    size = [image.width, image.height]
+            assert fields["caption"] == [["t", caption]]
+            assert fields["image"][0][2:] == size
+            number = fields["image"][0][1]
+            assert (tmp_path / f"report-samples/media/000/{number:06d}.jpg").is_file()
+
+
+def pages_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the samples of pages, by their numbers."""
+    found: list[dict[str, Any]] = []
+    for number in range(len([*folder.glob("data/samples-*.js")])):
+        text = (folder / f"data/samples-{number}.js").read_text()
+        found += json.loads(text.removeprefix(f'preview.take("samples",{number},').removesuffix(");\n"))
+    return found
+
+
+def test_data_that_is_gone_when_a_run_ends_leaves_a_report_that_says_so(tmp_path: Path) -> None:
+    settings = {"batch_size": 2, "worker_config": WorkerConfig(num_workers=0), "task_encoder": DefaultTaskEncoder()}
+    again = create_captioning_test_dataset(tmp_path / "again", num_train=24, num_val=4)
+    loader = EnergonDataloader(get_savable_loader(get_train_dataset(again, **settings)))
+    batch = next(iter(loader))
+    recorder = RunRecorder()
+    recorder.start(loader)
+    recorder.microbatch(loader, batch, 1, torch.tensor(2.0))
+    told = summary(recorder, loader)
+    spec = loader.loader.spec
+    loader.close()
+    shutil.rmtree(again)
+    assert told is not None
+    write_report(tmp_path / "late.html", [told], recorder, spec=spec)
+    read = Read(tmp_path / "late.html")
+    assert "Their samples cannot be read any more, so there are no pages of them" in read.text
+    assert any(batch.__key__[0] in row[-1] for row in read.rows)
+    assert not (tmp_path / "late-samples").exists()
 
 
 def test_a_validation_after_training_is_in_the_report(mix: Blender, tmp_path: Path) -> None:
@@ -411,7 +467,7 @@ def test_a_run_that_fails_leaves_its_report(mix: Blender, tmp_path: Path) -> Non
     read = Read(tmp_path / "report.html")
     assert "ended by RuntimeError" in read.text
     assert "steps 1 to 3" in (tmp_path / "report.html").read_text()
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report-samples"}
 
 
 def test_weights_that_were_changed_are_planned_as_they_were(mix: Blender) -> None:

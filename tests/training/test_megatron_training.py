@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -90,6 +91,24 @@ def test_a_run_goes_on_as_it_would_have(
     # Other groups add up in another order.
     values, wanted = (read_losses(c.run_dir) for c in (config, run))
     assert values == pytest.approx({step: wanted[step] for step in values}, rel=1e-4)
+    highest, expected_highest = highest_losses(config, values), highest_losses(run, wanted)
+    assert highest == pytest.approx({one: expected_highest[one] for one in highest}, rel=1e-4)
+    assert sorted(step for step, _ in highest) == [SAVED + 1] * 4 + [MAX_STEPS] * 4
+
+
+def highest_losses(config: RunConfig, losses: dict[int, float]) -> dict[tuple[int, str], float]:
+    """Return what a report says are the highest losses, by step and first key; each step's loss is between its own."""
+    text = (Path(config.run_dir) / "report.html").read_text()
+    (data,) = re.findall(r'preview\.take\("meta",null,(.*)\);\n</script>', text)
+    rows = dict(json.loads(data)["run"]["sections"])["Highest losses, and their samples"][0]["rows"]
+    found = {(int(step), cell["keys"][0]): float(loss) for loss, step, _, _, cell in rows}
+    for step, loss in losses.items():
+        own = [value for (one, _), value in found.items() if one == step]
+        assert min(own) - 1e-3 <= loss <= max(own) + 1e-3
+    for *_, cell in rows:
+        folder, _, page = cell["links"][0][1].partition("/index.html#/sample/")
+        assert (Path(config.run_dir) / folder / "data" / f"samples-{int(page) // 60}.js").is_file()
+    return found
 
 
 def test_a_checkpoint_of_another_model_is_refused(

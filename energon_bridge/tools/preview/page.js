@@ -129,12 +129,14 @@ const preview = (() => {
 
   // Tables and charts ----------------------------------------------------------------------------------------------
 
-  // A cell is a text, or {text, title, hue: of a square before it, shares: [[from 0 to 1, hue]] as bars, keys}.
+  // A cell is a text, or {text, title, hue: of a square before it, shares: [[from 0 to 1, hue]] as bars, keys,
+  // links: [[text, address]] from our own code}.
   function cellElement(cell, right) {
-    const { text, title, hue, shares, keys } = typeof cell === "string" ? { text: cell } : cell;
+    const { text, title, hue, shares, keys, links } = typeof cell === "string" ? { text: cell } : cell;
     const box = make("td", { class: right ? "number" : null, title }, hue === undefined ? null : make("span", { class: `swatch s${hue}` }), text);
     for (const [share, color] of shares || []) box.append(make("div", { class: "meter" }, make("div", { class: `s${color}`, grow: share }), make("div", { grow: 1 - share })));
     for (const key of keys || []) box.append(make("code", {}, key), " ");
+    for (const [label, to] of links || []) box.append(make("a", { href: to }, label), " ");
     return box;
   }
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from energon_bridge.core.errors import optional_packages
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.tools.report.page import write_report
-from energon_bridge.tools.report.recorder import RankSummary, RunRecorder, gathered, summary
+from energon_bridge.tools.report.recorder import RankSummary, RunRecorder, gathered, spec_of, summary
 from energon_bridge.trainers.lightning import training_loader
 
 with optional_packages():
@@ -48,12 +49,14 @@ class RunReport(Callback):
         self._parts: list[Tensor] = []
         self._rate: float | None = None
         self._at_end: list[RankSummary] | None = None
+        self._spec: DatasetSpec | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._step = trainer.global_step
         self._parts.clear()
         self._at_end = None
+        self._spec = spec_of(training_loader(trainer))
         self._recorder.start(training_loader(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,7 +122,7 @@ class RunReport(Callback):
         if self.losses is not None:
             self._recorder.set_losses(self.losses())
         path = self.path or Path(trainer.default_root_dir) / "report.html"
-        write_report(path, ranks, self._recorder, title=self.title, facts=facts)
+        write_report(path, ranks, self._recorder, title=self.title, facts=facts, spec=self._spec)
 
 
 def _validation_loss(trainer: Trainer, module: LightningModule) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
@@ -10,10 +11,15 @@ from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import dataset_names
-from energon_bridge.tools.preview.pages import PageBlock, write_run
-from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, RankSummary, RunRecorder
+from energon_bridge.tools.preview.pages import PageBlock, write_pages, write_run
+from energon_bridge.tools.preview.sources import Drawn, SampleSource
+from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, HighLoss, RankSummary, RunRecorder
+
+logger = logging.getLogger(__name__)
 
 _MOST_LINES = 8
 _MOST_INTERVALS = 40
@@ -26,8 +32,11 @@ def write_report(
     *,
     title: str = "Training run",
     facts: Mapping[str, object] | None = None,
+    spec: DatasetSpec | None = None,
 ) -> None:
     """Write the report of a run; the file appears as a whole or not at all.
+
+    Pages of the samples with the highest losses come into a folder beside it, named after it (`report-samples`).
 
     Args:
         path: The HTML file.
@@ -35,8 +44,10 @@ def write_report(
         recorder: Of the rank that writes.
         title: Of the page.
         facts: More to say at its head, by name.
+        spec: The data of the run, which is read for the pages; None: there are none.
     """
     recorder.flush()
+    path = Path(path)
     losses = [_curve(recorder.loss, "loss")]
     if recorder.not_finite:
         losses.append(f"NaN or infinite, and not shown above: the loss in {recorder.not_finite:,} steps.")
@@ -50,9 +61,9 @@ def write_report(
         "Left out, by reason": _left_out(ranks),
         "Loading, by rank": _loading(ranks),
         "Slowest microbatches, and their samples": _slowest(ranks),
-        "Highest losses, and their samples": _highest(ranks),
+        "Highest losses, and their samples": _highest(ranks, path.with_name(f"{path.stem}-samples"), spec),
     }
-    write_run(Path(path), title, _head(ranks, recorder) | dict(facts or {}), sections)
+    write_run(path, title, _head(ranks, recorder) | dict(facts or {}), sections)
 
 
 def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, object]:
@@ -221,21 +232,52 @@ def _unique(entries: Iterable[Any]) -> list[Any]:
     return largest[:MOST_SLOW]
 
 
-def _highest(ranks: Sequence[RankSummary]) -> list[PageBlock]:
-    highest = _unique(entry for rank in ranks for entry in rank.highest)
+def _highest(ranks: Sequence[RankSummary], folder: Path, spec: DatasetSpec | None) -> list[PageBlock]:
+    highest = sorted(_unique(entry for rank in ranks for entry in rank.highest), key=itemgetter(1), reverse=True)
     if not highest:
         return []
-    lines = [
-        (f"{loss:.4f}", f"{step:,}", str(rank), f"{above:+.4f}", {"keys": keys} if keys else "–")
-        for above, loss, step, _, keys, rank in sorted(highest, key=itemgetter(1), reverse=True)
-    ]
+    pages, said = _pages_of(highest, folder, spec)
+    place = quote(folder.name)
+    lines = []
+    for (above, loss, step, _, keys, rank, samples), numbers in zip(highest, pages, strict=True):
+        found = [(f"page {number + 1}", f"{place}/index.html#/sample/{number}") for number in numbers]
+        cell = {"keys": keys or [f"sample {one[1]}" for one in samples], "links": found}
+        lines.append((f"{loss:.4f}", f"{step:,}", str(rank), f"{above:+.4f}", cell))
     table = _table(("loss", "step", "rank", "above usual", "samples"), lines, right=(0, 1, 2, 3))
     return [
         table,
-        f"The microbatches whose losses lie furthest above the usual one, the median of the {USUAL} before them. Pages "
-        "of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a sample: energon preview DATASET "
-        "--key KEY --html look.",
+        f"The microbatches whose losses lie furthest above the usual one, the median of the {USUAL} before them. {said}"
+        "Pages of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a sample: energon preview "
+        "DATASET --key KEY --html look.",
     ]
+
+
+def _pages_of(highest: Sequence[HighLoss], folder: Path, spec: DatasetSpec | None) -> tuple[list[list[int]], str]:
+    """Write pages of the samples of microbatches, and return their numbers for each of these, and what to say of them.
+
+    The data may be out of reach by now, which must not fail a run that is over.
+    """
+    none: list[list[int]] = [[] for _ in highest]
+    pages: list[list[int]] = [[] for _ in highest]
+    known = {leaf.identity for leaf in spec.leaves} if spec is not None else set()
+    drawn: list[Drawn] = []
+    for (_, _, step, _, _, rank, samples), numbers in zip(highest, pages, strict=True):
+        for identity, index, epoch, _ in samples:
+            if identity in known:
+                numbers.append(len(drawn))
+                drawn.append(Drawn(key=(identity, index, epoch, 0), facts={"step": step, "rank": rank}))
+    if spec is None or not drawn:
+        return none, ""
+    try:
+        source = SampleSource(spec)
+        first = next(source.records(drawn[:1], lambda record: record))
+        if first.error:
+            return none, f"Their samples cannot be read any more, so there are no pages of them: {first.error}. "
+        write_pages(folder, source, drawn, title="Samples of the highest losses")
+    except Exception as error:
+        logger.warning("no pages of the samples with the highest losses", exc_info=True)
+        return none, f"There are no pages of their samples: {type(error).__name__}: {error}. "
+    return pages, f"The pages lie in {folder.name}, beside this file. "
 
 
 def _slowest(ranks: Sequence[RankSummary]) -> list[PageBlock]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -40,6 +41,12 @@ _MOST_KEYS = 8
 _MOST_KEY = 200
 _LOSSES_AT_ONCE = 100
 """Losses that are read from the device together, so that no step waits for it."""
+
+
+RestoreKey = tuple[Any, ...]
+"""Identity of the dataset, index, epoch and output of a sample, as batches have it."""
+HighLoss = tuple[float, float, int, int, list[str], int, list[RestoreKey]]
+"""What `RunRecorder.highest` has of a microbatch."""
 
 
 class Curve:
@@ -126,7 +133,7 @@ class RunRecorder:
         slowest: The slowest microbatches: seconds, whether these are what it took to make it (else: to wait for it),
             the step, its number since this process began, its keys, and the rank that ran it; as a heap.
         highest: The microbatches with the highest losses for their time: how far the loss lies above the median of the
-            `USUAL` before it, the loss, the step, its number, its keys and the rank.
+            `USUAL` before it, the loss, the step, its number, its keys, the rank, and restore keys of its samples.
         validation, rate: Curves of the losses of validations, and of the learning rate.
     """
 
@@ -141,12 +148,12 @@ class RunRecorder:
         self.not_finite = 0
         self.seconds = self.waited = 0.0
         self.slowest: list[tuple[float, bool, int, int, list[str], int]] = []
-        self.highest: list[tuple[float, float, int, int, list[str], int]] = []
+        self.highest: list[HighLoss] = []
         self._before: deque[float] = deque(maxlen=USUAL)
         self._microbatches = self._rank = 0
         self._of_other = (0.0, 0.0)  # seconds and waiting that a restored state of another rank had
         self._pending: list[tuple[int, Tensor]] = []
-        self._pending_batches: list[tuple[Tensor, int, int, list[str]]] = []
+        self._pending_batches: list[tuple[Tensor, int, int, list[str], list[RestoreKey]]] = []
         self._marks = (0.0, 0.0)
         self._seen = (0.0, 0.0)
 
@@ -169,9 +176,7 @@ class RunRecorder:
         if loader is None:
             return
         if loss is not None:
-            self._pending_batches.append((loss.detach().reshape(()), step, self._microbatches + 1, _keys(batch)))
-            if len(self._pending_batches) >= _LOSSES_AT_ONCE:
-                self._flush_batches()
+            self.microbatch_loss(batch, step, loss, self._microbatches + 1)
         made = _make_seconds(loader)
         before = self._seen
         self._seen = (loader.wait_seconds, made or 0.0)
@@ -181,6 +186,18 @@ class RunRecorder:
         if len(slowest) < MOST_SLOW or took > slowest[0][0]:
             entry = (took, made is not None, step, self._microbatches, _keys(batch), self._rank)
             (heapq.heappush if len(slowest) < MOST_SLOW else heapq.heapreplace)(slowest, entry)
+
+    def step_losses(self, batches: Sequence[Any], step: int, losses: Sequence[Tensor]) -> None:
+        """Record the losses of the microbatches of a step, of which the loader has delivered none since."""
+        first = self._microbatches - len(batches) + 1
+        for number, (batch, loss) in enumerate(zip(batches, losses, strict=True), first):
+            self.microbatch_loss(batch, step, loss, number)
+
+    def microbatch_loss(self, batch: Any, step: int, loss: Tensor, number: int) -> None:
+        """Record the loss of a microbatch of a step, the `number`-th of this process; NaN: it has none."""
+        self._pending_batches.append((loss.detach().reshape(()), step, number, _keys(batch), _samples(batch)))
+        if len(self._pending_batches) >= _LOSSES_AT_ONCE:
+            self._flush_batches()
 
     def step(
         self, loader: EnergonDataloader | None, step: int, loss: Tensor | float | None, rate: float | None = None
@@ -247,7 +264,8 @@ class RunRecorder:
             for value, entry in zip(values, pending, strict=True):
                 if math.isfinite(value):
                     above = value - statistics.median(self._before or [value])
-                    self.highest.append((above, value, *entry[1:], self._rank))
+                    _, step, number, keys, samples = entry
+                    self.highest.append((above, value, step, number, keys, self._rank, samples))
                     self._before.append(value)
             self.highest = heapq.nlargest(MOST_SLOW, self.highest)
 
@@ -282,8 +300,8 @@ class RunRecorder:
         self.validation, self.rate = (Curve(*state.get(name, (1, ()))[::-1]) for name in ("validation", "rate"))
         self._rank = state.get("rank", 0)
         self.highest = [
-            (above, value, step, number, list(keys), rank)
-            for above, value, step, number, keys, rank in state.get("high", ())
+            (above, value, step, number, list(keys), rank, [tuple(one) for one in (samples or [[]])[0]])
+            for above, value, step, number, keys, rank, *samples in state.get("high", ())
         ]
         self.slowest = [
             (took, made, step, number, list(keys), *(rank or [0]))
@@ -334,7 +352,7 @@ class RankSummary:
     failures: tuple[tuple[str, str, str, int], ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     slowest: tuple[tuple[float, bool, int, int, list[str], int], ...] = ()
-    highest: tuple[tuple[float, float, int, int, list[str], int], ...] = ()
+    highest: tuple[HighLoss, ...] = ()
     draws: tuple[tuple[int, dict[str, int]], ...] = ()
     cost: float | None = None
 
@@ -372,6 +390,11 @@ def gathered(own: RankSummary | None) -> list[RankSummary]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
+def spec_of(loader: EnergonDataloader | None) -> DatasetSpec | None:
+    """Return the data of a loader; None on a rank of a replica that another rank loads for."""
+    return None if loader is None else getattr(_inner(loader), "spec", None)
+
+
 def _inner(loader: EnergonDataloader) -> Any:
     """Return the loader that loads; None on a rank of a replica that another rank loads for."""
     inner: Any = loader.loader
@@ -392,6 +415,21 @@ def _keys(batch: Any) -> list[str]:
     keys = [keys] if isinstance(keys, str) else list(keys)
     more = [f"and {len(keys) - _MOST_KEYS} more"] if len(keys) > _MOST_KEYS else []
     return [str(key)[:_MOST_KEY] for key in keys[:_MOST_KEYS]] + more
+
+
+def _samples(batch: Any) -> list[RestoreKey]:
+    """Return the restore keys of the first samples of a batch; none if it has others than loaders give."""
+    key = batch.get("__restore_key__") if isinstance(batch, dict) else getattr(batch, "__restore_key__", None)
+    return list(islice(_of_samples(key), _MOST_KEYS))
+
+
+def _of_samples(key: Any) -> Iterator[RestoreKey]:
+    match key:
+        case ("Batch", _, _, keys, *_) | ("Pack", _, keys, *_):
+            for one in keys:
+                yield from _of_samples(one)
+        case (str(), int(), int(), int()):
+            yield tuple(key)
 
 
 def _datasets(loader: Any, spec: DatasetSpec) -> Iterator[DatasetRow]:

@@ -32,7 +32,7 @@ from energon_bridge.models.conversations.sequences import PaddingValues
 from energon_bridge.models.images.devices import normalise_on_device
 from energon_bridge.models.packing.packed_sequences import unpack_batch
 from energon_bridge.tools.report.page import write_report
-from energon_bridge.tools.report.recorder import Curve, RunRecorder, gathered, summary
+from energon_bridge.tools.report.recorder import Curve, RunRecorder, gathered, spec_of, summary
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule
 from energon_bridge.trainers.feedback import MixFeedback
 from energon_bridge.trainers.replica.costs import record_time
@@ -65,6 +65,7 @@ from energon_bridge.training.megatron.step import (
     StepInputs,
     Training,
     learning_rate,
+    microbatch_losses,
     over_replicas,
     own_tokens,
     prepare_training,
@@ -212,7 +213,8 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
             step += 1
             if feedback is not None:
                 feedback.step(loader)
-            progress.add(step, lr, sums, samples=sum(map(_real_samples, batches)))
+            recorder.step_losses(batches, step, microbatch_losses(sums, ranks))
+            progress.add(step, lr, sums.sum(dim=0), samples=sum(map(_real_samples, batches)))
             recorder.step(loader, step, None, lr)
             last = step == config.train.max_steps
             stop = _agree(asked.is_set(), ranks) and not last
@@ -293,7 +295,7 @@ def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: Ener
         recorder.rate, recorder.validation = (
             Curve.of(read_metric(run_dir / "metrics.jsonl", name)) for name in ("lr", "validation_loss")
         )
-        write_report(run_dir / "report.html", summaries, recorder, title=report_title(config))
+        write_report(run_dir / "report.html", summaries, recorder, title=report_title(config), spec=spec_of(loader))
 
 
 def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback | None) -> int:
@@ -324,7 +326,7 @@ def _validate(
     written: list[list[Prediction]] = []
     training.model.eval()
     for batch in islice(data.val_dataloader().one_pass(), settings.limit_batches):
-        sums += run_schedule(training, [batch], forward_only=True)
+        sums += run_schedule(training, [batch], forward_only=True).sum(dim=0)
         if settings.generate:
             written.append(write_answers(training, bundle, batch))
     training.model.train()

@@ -163,8 +163,8 @@ def train_step(
         record: Called with each microbatch and the losses of its tokens, without pipeline and context parallelism.
 
     Returns:
-        This rank's sum of losses and number of tokens with loss, float64 (2,), zeros on all but the last stage; and the
-        norm of the gradients before they were clipped.
+        This rank's sum of losses and number of tokens with loss of each microbatch, float64 (N, 2), zeros on all but
+        the last stage; and the norm of the gradients before they were clipped.
     """
     lr = learning_rate(training.config, step)
     for group in training.optimizer.param_groups:
@@ -184,15 +184,25 @@ def learning_rate(config: RunConfig, step: int) -> float:
 def run_schedule(
     training: Training, batches: Sequence[MultiModalBatch], *, forward_only: bool, record: RecordLosses | None = None
 ) -> Tensor:
-    """Return this rank's sum of losses and number of tokens with loss, float64 (2,)."""
+    """Return this rank's sum of losses and number of tokens with loss of each microbatch, float64 (N, 2)."""
     inputs = (training_inputs(batch, training.ranks) for batch in batches)
     step = _forward_step
     if record is not None:
         in_turn = iter(batches)
         step = partial(_forward_step, record=lambda losses: record(next(in_turn), losses))
     reported = _run(training, inputs, len(batches), forward_step_func=step, forward_only=forward_only)
-    sums = torch.zeros(2, dtype=torch.float64, device=training.ranks.device)
-    return torch.stack([*(report["loss"] for report in reported), sums]).sum(dim=0)
+    if not reported:
+        return torch.zeros((len(batches), 2), dtype=torch.float64, device=training.ranks.device)
+    return torch.stack([report["loss"] for report in reported])
+
+
+def microbatch_losses(sums: Tensor, ranks: Ranks) -> list[Tensor]:
+    """Return the mean losses of this replica's microbatches (NaN without tokens); all its ranks must call it."""
+    whole = sums.clone()
+    if ranks.groups.cp.size() > 1:
+        dist.all_reduce(whole, group=ranks.groups.cp)
+    whole = ranks.from_last_stage(whole)
+    return list((whole[:, 0] / whole[:, 1]).unbind())
 
 
 def run_stages(training: Training, inputs: StepInputs) -> Tensor | None:
