@@ -127,7 +127,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self._used_last: object = None  # the mark of an iterator, which itself would form a circle
         self._seconds = [0.0] * (3 + len(REQUESTS))
         self._steps = 0
-        self._epoch_length = dataset.epoch_length(config.dp_size)
+        self._epoch_length = None if dataset.ends else dataset.epoch_length(config.dp_size)  # None: each pass is one
         # Runs that nobody closes end with the loader or with the process; a worker's copy of the loader is no run.
         weakref.finalize(self, _name_losses, dataset, self._position, os.getpid())
         self._say_what_is_idle()
@@ -217,7 +217,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         virtual = self.spec.settings.virtual_epoch_length
         if virtual is not None:
             return position.epoch_steps >= virtual
-        return position.is_over if self.spec.ends else not self._steps % self._epoch_length
+        return position.is_over if self._epoch_length is None else not self._steps % self._epoch_length
 
     def _pull(self) -> LaneBatch:
         try:

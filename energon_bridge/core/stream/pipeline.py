@@ -69,6 +69,8 @@ class Pipeline:
         self.code = UserCode(run.task_encoder, own, self.judge, self.source, words[0] if words else None)
         self._batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
+        self._ranks = settings.config.dp_size
+        self._workers = settings.config.processes
         self.watchdog = self._new_watchdog(activities)
         self.warned_of_groups = False
         self.waiting_rows = WaitingRows()
@@ -227,16 +229,15 @@ class Pipeline:
         """Return the number of a microbatch as hooks see it."""
         # In a lane, `number` counts its own microbatches; a pass has no lanes.
         whole = number if lane < 0 else number * self.settings.num_lanes + lane
-        return self.conventions.batch_number(whole, ranks=self.settings.config.dp_size)
+        return self.conventions.batch_number(whole, ranks=self._ranks)
 
     def sample_numbers(self, lane: int) -> Callable[[int], int] | None:
         """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
         if self.own.waits:
             return None
         num_lanes = self.leaves[0].order.num_lanes
-        config = self.settings.config
         return self.conventions.sample_numbers(
-            lane, num_lanes=num_lanes, rows=self.rows, ranks=config.dp_size, workers=config.processes
+            lane, num_lanes=num_lanes, rows=self.rows, ranks=self._ranks, workers=self._workers
         )
 
     def batches(
