@@ -16,7 +16,7 @@ from urllib.parse import quote
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.tools.preview.pages import PageBlock, write_pages, write_run
-from energon_bridge.tools.preview.sources import Drawn, SampleSource
+from energon_bridge.tools.preview.sources import DrawnSample, SampleSource
 from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, HighLoss, RankSummary, RunRecorder
 
 logger = logging.getLogger(__name__)
@@ -260,12 +260,12 @@ def _pages_of(highest: Sequence[HighLoss], folder: Path, spec: DatasetSpec | Non
     none: list[list[int]] = [[] for _ in highest]
     pages: list[list[int]] = [[] for _ in highest]
     known = {leaf.identity for leaf in spec.leaves} if spec is not None else set()
-    drawn: list[Drawn] = []
+    drawn: list[DrawnSample] = []
     for (_, _, step, _, _, rank, samples), numbers in zip(highest, pages, strict=True):
         for identity, index, epoch, _ in samples:
             if identity in known:
                 numbers.append(len(drawn))
-                drawn.append(Drawn(key=(identity, index, epoch, 0), facts={"step": step, "rank": rank}))
+                drawn.append(DrawnSample(key=(identity, index, epoch, 0), facts={"step": step, "rank": rank}))
     if spec is None or not drawn:
         return none, ""
     try:
