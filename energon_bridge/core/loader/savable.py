@@ -40,7 +40,7 @@ from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples.showing import counted, described
-from energon_bridge.core.storage.base import REQUESTS
+from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.again import describe, restore
 from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.finite import mask_loss
