@@ -47,7 +47,7 @@ from energon_bridge import (
     get_train_dataset,
 )
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
-from energon_bridge.core.samples.base import over_tensors, pin_value, to_device
+from energon_bridge.core.samples.sample import over_tensors, pin_value, to_device
 from energon_bridge.models.conversations.inputs import model_inputs
 from energon_bridge.models.families import ChatConfig, qwen_family
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml

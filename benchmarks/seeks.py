@@ -10,7 +10,7 @@ import random
 import time
 import tracemalloc
 
-from energon_bridge.core.order.leaf import LeafOrder, slice_length
+from energon_bridge.core.order.leaf_order import LeafOrder, slice_length
 
 SAMPLES, LANES, SEEKS, EPOCHS = 10**9, 48, 2_000, 1_000
 

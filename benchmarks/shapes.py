@@ -16,7 +16,7 @@ import numpy as np
 
 from energon_bridge import AspectTiers
 from energon_bridge.core.order.choose import Chooser, Standing, plain_cursors
-from energon_bridge.core.order.leaf import LeafOrder, Round, slice_length
+from energon_bridge.core.order.leaf_order import LeafOrder, Round, slice_length
 from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.tools.columns.buckets import BucketBlend
 

@@ -23,7 +23,7 @@ import numpy as np
 from energon_bridge.core.order.blend import WeightedBlend
 from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.choose import AnyBlend, Chooser, Standing, plain_cursors
-from energon_bridge.core.order.leaf import LeafOrder, slice_length
+from energon_bridge.core.order.leaf_order import LeafOrder, slice_length
 from energon_bridge.core.stream.conventions import Conventions
 from energon_bridge.core.stream.pack_buffer import PackBuffer, PackRules
 from energon_bridge.core.stream.state import NOTHING_HELD

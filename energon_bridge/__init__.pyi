@@ -20,12 +20,6 @@ from .core.datasets import (
     get_val_dataset as get_val_dataset,
     get_val_datasets as get_val_datasets,
 )
-from .core.encoder.base import (
-    AugmentTaskEncoder as AugmentTaskEncoder,
-    DefaultTaskEncoder as DefaultTaskEncoder,
-    TaskEncoder as TaskEncoder,
-    stateless as stateless,
-)
 from .core.encoder.collate import (
     batch_list as batch_list,
     batch_pad_stack as batch_pad_stack,
@@ -40,6 +34,12 @@ from .core.encoder.cooking import (
 )
 from .core.encoder.decoder import (
     SampleDecoder as SampleDecoder,
+)
+from .core.encoder.task_encoder import (
+    AugmentTaskEncoder as AugmentTaskEncoder,
+    DefaultTaskEncoder as DefaultTaskEncoder,
+    TaskEncoder as TaskEncoder,
+    stateless as stateless,
 )
 from .core.errors import (
     BalanceError as BalanceError,
@@ -122,7 +122,7 @@ from .core.mix.load import (
 from .core.mix.schedule import (
     WeightSchedule as WeightSchedule,
 )
-from .core.prepare.run import (
+from .core.prepare.indexing import (
     prepare_dataset as prepare_dataset,
 )
 from .core.prepare.split import (
@@ -150,18 +150,18 @@ from .core.samples import (
     edataclass as edataclass,
     segments_of as segments_of,
 )
-from .core.stores.base import (
+from .core.stores.cache import (
+    CachePool as CachePool,
+    Lazy as Lazy,
+    NoCachePool as NoCachePool,
+)
+from .core.stores.file_store import (
     DecodeFileStore as DecodeFileStore,
     FileStore as FileStore,
     JsonlFileStore as JsonlFileStore,
     PrimaryFileStore as PrimaryFileStore,
     SystemFileStore as SystemFileStore,
     WebdatasetFileStore as WebdatasetFileStore,
-)
-from .core.stores.cache import (
-    CachePool as CachePool,
-    Lazy as Lazy,
-    NoCachePool as NoCachePool,
 )
 from .core.stream.policy import (
     ErrorPolicy as ErrorPolicy,

@@ -42,7 +42,7 @@ from text_models import KINDS, WAYS, text_model, worst_difference  # type: ignor
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, ProcessorFamily
-from energon_bridge.models.families.registry import NATIVE
+from energon_bridge.models.families.known_families import NATIVE
 
 MARK = "<!-- The table below is written by scripts/models.py. -->"
 NEXT = "\n## Packs and rows"

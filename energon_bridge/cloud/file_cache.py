@@ -26,8 +26,8 @@ from energon_bridge.cloud.node_cache import NodeCache, node_cache
 from energon_bridge.core.errors import ConfigurationError, LoaderError, StorageError, check_number
 from energon_bridge.core.samples import SourceInfo
 from energon_bridge.core.storage.helpers import Threads
-from energon_bridge.core.stores.base import FileStore
 from energon_bridge.core.stores.cache import CachePool, EncodedFile, HeldLazy, Lazy, NoCachePool
+from energon_bridge.core.stores.file_store import FileStore
 
 _log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 0.5

@@ -20,10 +20,10 @@ from energon_bridge.core.errors import (
     ShortReadError,
     StorageError,
 )
-from energon_bridge.core.storage.base import Rooted, short_read
 from energon_bridge.core.storage.helpers import PerProcess
 from energon_bridge.core.storage.ranges import merged
 from energon_bridge.core.storage.stalls import Stalls
+from energon_bridge.core.storage.store import Rooted, short_read
 
 _LARGE = 64 << 20
 """Ranges from this size on are first compared with the file's size: a damaged index may claim any."""

@@ -31,9 +31,9 @@ from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
 from energon_bridge.cloud.answers import Connections, HttpAnswer, allow_silence, get, place_of
-from energon_bridge.core.storage.base import MADE
 from energon_bridge.core.storage.helpers import Helpers, PerProcess
 from energon_bridge.core.storage.stalls import Stalls
+from energon_bridge.core.storage.store import MADE
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 30.0

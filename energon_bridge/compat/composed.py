@@ -33,9 +33,9 @@ from energon_bridge.compat.wrapped import (
     Wrapper,
 )
 from energon_bridge.core import datasets
-from energon_bridge.core.encoder.base import AugmentTaskEncoder, TaskEncoder
 from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.encoder.hooks import Hook, hook_of, is_overridden
+from energon_bridge.core.encoder.task_encoder import AugmentTaskEncoder, TaskEncoder
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SkipSample
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader

@@ -1,7 +1,7 @@
 """`DefaultTaskEncoder` with megatron-energon's `build_…` hooks, which put wrappers around datasets.
 
-The hooks here record what goes around what. `hooks` runs those of an encoder that overrides one, reads the record, and
-gives the settings in it to the engine, which needs no wrappers.
+The hooks here record what goes around what. `build_hooks` runs those of an encoder that overrides one, reads the
+record, and gives the settings in it to the engine, which needs no wrappers.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ def with_decoder(encoder: Any, decoder: Any) -> Any:
 
 def _refuse_pipeline_hooks(encoder: Any) -> None:
     if isinstance(encoder, encoders.DefaultTaskEncoder):
-        return  # `hooks` runs them
+        return  # `build_hooks` runs them
     for name in encoders.HOOKS:
         if getattr(encoder, name, None) is not None:
             raise not_provided(

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.samples import SourceInfo
-from energon_bridge.core.samples.base import pin_value
+from energon_bridge.core.samples.sample import pin_value
 
 
 class PinMemoryMixin:

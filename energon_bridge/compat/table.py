@@ -38,7 +38,7 @@ _ELSEWHERE = {
     "BasicDataLoader": "energon_bridge:SavableDataLoader",
     "DirectLazy": "energon_bridge.core.stores.cache:DirectLazy",
     "DuplicateSampleKeyError": "energon_bridge.core.errors:DuplicateKeyError",
-    "FileStoreDecoder": "energon_bridge.core.stores.base:Decoder",
+    "FileStoreDecoder": "energon_bridge.core.stores.file_store:Decoder",
     "MediaMetadataBase": "energon_bridge.core.format.media:MediaMetadata",
     "add_source_info": "energon_bridge.core.samples:add_source_info",
     "collapse": "energon_bridge.core.format.nvmeta:collapse_braces",
@@ -57,7 +57,7 @@ _ELSEWHERE = {
 
 _ADAPTERS = {
     "encoders": "DatasetBlendMode DefaultTaskEncoder",
-    "hooks": "get_train_dataset get_val_dataset get_val_datasets",
+    "build_hooks": "get_train_dataset get_val_dataset get_val_datasets",
     "loading": "WorkerConfig get_loader get_savable_loader log_exception reraise_exception",
     "factories": """
         DatasetLoader DatasetLoaderInterface LoadedDataset LoadedDatasetList Metadataset MetadatasetV2
@@ -77,7 +77,7 @@ _ADAPTERS = {
     """,
     "transforms": "CustomTransform MergeTransform",
     "mixins": "ExtendableDataclassMixin PinMemoryMixin get_source_info",
-    "marks": """
+    "hook_marks": """
         get_cooker_need_cache get_cooker_need_primary get_failure_tolerance get_stateless stateless
     """,
     "fork_hooks": """

@@ -2,7 +2,7 @@
 
 A wrapper only describes: no sample passes through it. `composed` reads what stands around a dataset and
 makes one task encoder of its functions, and the engine runs that, so order, states and workers are those of any run.
-`build_…` hooks of a task encoder return wrappers too, which `hooks` reads.
+`build_…` hooks of a task encoder return wrappers too, which `build_hooks` reads.
 """
 
 from __future__ import annotations

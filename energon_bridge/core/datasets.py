@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from energon_bridge.core.encoder.base import DefaultTaskEncoder, decoder_of
 from energon_bridge.core.encoder.checks import check_encoder
 from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder, decoder_of
 from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError, check_choice, did_you_mean
 from energon_bridge.core.format.checksums import Checksums
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
@@ -23,7 +23,7 @@ from energon_bridge.core.loader.position import OnMismatch
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.mix import DatasetOpener, MixLike, index_of_datasets, load_mix, open_mix_index
 from energon_bridge.core.mix.leaves import OpenLeaf, open_leaves
-from energon_bridge.core.order.leaf import DEFAULT_PARALLEL_SHARD_ITERS
+from energon_bridge.core.order.leaf_order import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.core.registry import load
 from energon_bridge.core.stores import CachePool
 from energon_bridge.core.stream.policy import ErrorPolicy, Handler

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from energon_bridge.core.encoder.base import TaskEncoder
+from energon_bridge.core.encoder.task_encoder import TaskEncoder
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.conversations.sequences import MultiModalBatch, MultiModalSample
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
-from energon_bridge.models.families.registry import load_pretrained
+from energon_bridge.models.families.known_families import load_pretrained
 from energon_bridge.models.packing.packed_sequences import MultiModalPack, pack_sequences
 from energon_bridge.trainers.task_encoders import TaskEncoderContext, load_processor
 

@@ -39,7 +39,7 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.core.loader.position import OnMismatch
 from energon_bridge.core.loader.savable import SavableDataLoader
-from energon_bridge.core.samples.base import to_device
+from energon_bridge.core.samples.sample import to_device
 from energon_bridge.core.samples.showing import counted, described
 from energon_bridge.core.stores import CachePool
 from energon_bridge.core.stream.policy import ErrorPolicy, Handler

@@ -16,7 +16,7 @@ from energon_bridge.core.errors import ConfigurationError, optional_packages
 from energon_bridge.models.conversations.layout import MultiModalSampleConfig
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
-from energon_bridge.models.families.registry import model_place
+from energon_bridge.models.families.known_families import model_place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

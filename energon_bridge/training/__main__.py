@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
             logging.getLogger("megatron").setLevel(logging.ERROR)
-            from energon_bridge.training.megatron.run import run
+            from energon_bridge.training.megatron.loop import run
         else:
             run = training.run
         result = run(config, resume=options.resume, overwrite=options.overwrite)

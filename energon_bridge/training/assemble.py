@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.core.errors import ConfigurationError, EnergonError
-from energon_bridge.models.families.registry import model_place
+from energon_bridge.models.families.known_families import model_place
 
 _IMAGE = "<image>"
 _PAD = "<pad>"

@@ -20,7 +20,7 @@ from typing import Any
 from energon_bridge.core.errors import ConfigurationError, optional_packages
 from energon_bridge.models.conversations.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.models.families import CHATML_TEMPLATE, OMNI_TEMPLATE, QWEN_VL_TEMPLATE, Family, ProcessorFamily
-from energon_bridge.models.families.registry import load_pretrained, model_place
+from energon_bridge.models.families.known_families import load_pretrained, model_place
 from energon_bridge.training.config import ModelConfig
 
 # Small models ---------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from energon_bridge.core.datasets import get_loader, get_val_dataset
-from energon_bridge.core.encoder.base import TaskEncoder
 from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.encoder.task_encoder import TaskEncoder
 from energon_bridge.core.errors import (
     ConfigurationError,
     did_you_mean,

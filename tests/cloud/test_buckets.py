@@ -24,7 +24,7 @@ from energon_bridge.core.errors import DatasetNotFoundError, ShardMissingError, 
 from energon_bridge.core.mix import opener
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.storage import open_store
-from energon_bridge.core.storage.base import MADE
+from energon_bridge.core.storage.store import MADE
 from energon_bridge.core.stores import SystemFileStore
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.cli.main import main

@@ -23,7 +23,7 @@ from energon_bridge.cloud import node_cache
 from energon_bridge.cloud.node_cache import BLOCK, use_node_cache
 from energon_bridge.core.errors import ConfigurationError, ShardMissingError, ShortReadError
 from energon_bridge.core.storage import open_store
-from energon_bridge.core.storage.base import MADE
+from energon_bridge.core.storage.store import MADE
 
 SIZES = {"a.tar": 9 * BLOCK + 77, "b.tar": 6 * BLOCK, "small": 1000}
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))

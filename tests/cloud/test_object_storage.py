@@ -40,7 +40,7 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.format.jsonl import index_jsonl
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.storage import OpenFiles, Stalls, open_store
-from energon_bridge.core.storage.base import MADE, values_of
+from energon_bridge.core.storage.store import MADE, values_of
 from energon_bridge.core.stream.reader import RoundBuffer
 from energon_bridge.tools.cli.main import main
 

@@ -254,7 +254,7 @@ def test_a_program_sees_its_own_arguments(as_module: bool, tmp_path: Path) -> No
         main([*(["-m", "program"] if as_module else [str(tmp_path / "program.py")]), str(tmp_path / "out"), "--a", "b"])
 
     run_forked(1, child)
-    assert (tmp_path / "out").read_text() == "__main__ 7 ['--a', 'b'] energon_bridge.core.encoder.base"
+    assert (tmp_path / "out").read_text() == "__main__ 7 ['--a', 'b'] energon_bridge.core.encoder.task_encoder"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--trust-remote-code"], ["-x"], ["missing.py"]])

@@ -11,7 +11,7 @@ from keyed import mix_document, write_mix
 from made import made_once
 
 from energon_bridge import WorkerConfig
-from energon_bridge.compat import factories, hooks, install, wrapped
+from energon_bridge.compat import build_hooks as hooks, factories, install, wrapped
 from energon_bridge.compat.encoders import DatasetBlendMode, DefaultTaskEncoder
 from energon_bridge.compat.loading import get_savable_loader
 from energon_bridge.core.errors import NotProvidedError

@@ -38,8 +38,8 @@ from energon_bridge.core.mix.opener import MIN_DATASETS
 from energon_bridge.core.prepare import prepare_dataset
 from energon_bridge.core.prepare.split import parse_patterns
 from energon_bridge.models.av import AVDecoder
+from energon_bridge.tools.check.dataset_summary import summarize_dataset
 from energon_bridge.tools.check.lint import lint_parts
-from energon_bridge.tools.check.summary import summarize_dataset
 from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)

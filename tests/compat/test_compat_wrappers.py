@@ -11,7 +11,7 @@ import pytest
 import torch
 from made import made_once
 
-from energon_bridge.compat import hooks, loading
+from energon_bridge.compat import build_hooks as hooks, loading
 from energon_bridge.compat.encoders import DefaultTaskEncoder
 from energon_bridge.compat.loading import WorkerConfig
 from energon_bridge.compat.wrapped import (

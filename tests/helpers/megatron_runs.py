@@ -23,7 +23,7 @@ from transformers import (
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
-from energon_bridge.training.megatron.run import run
+from energon_bridge.training.megatron.loop import run
 from energon_bridge.training.run import RunResult
 
 IMPORTED = (AutoTokenizer, CLIPImageProcessorPil, CLIPVisionModel, LlamaModel, LlavaForConditionalGeneration)

@@ -19,7 +19,7 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.core.encoder.base import DefaultTaskEncoder
+from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder
 from energon_bridge.trainers.replica.structure import encode
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from energon_bridge.core.order.leaf import LeafOrder
+from energon_bridge.core.order.leaf_order import LeafOrder
 
 keys = st.integers(0, 2**64 - 1)
 lane_counts = st.sampled_from([1, 2, 3, 5, 8, 24, 48])

@@ -119,7 +119,7 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
     from transformers import WhisperFeatureExtractor
 
     from energon_bridge.models.families import ProcessorFamily, QwenFamily
-    from energon_bridge.models.families.registry import load_pretrained
+    from energon_bridge.models.families.known_families import load_pretrained
 
     made = load_pretrained(folder)
     family, template = made.family, made.chat_template or made.tokenizer.chat_template

@@ -49,7 +49,7 @@ NEEDED = {
     "trainers.lightning": ("lightning", "lightning,hf"),
     "trainers.huggingface": ("transformers", "hf"),
     "training.run": ("lightning", "lightning,hf"),
-    "training.megatron.run": ("megatron", "megatron"),
+    "training.megatron.loop": ("megatron", "megatron"),
 }
 WITHOUT = """
 import importlib, sys

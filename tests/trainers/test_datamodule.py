@@ -20,7 +20,7 @@ from paths import REPOSITORY
 
 from energon_bridge import EnergonMultiModalDataModule, NoCachePool, WorkerConfig
 from energon_bridge.core.dataloader import EnergonDataloader
-from energon_bridge.core.encoder.base import DefaultTaskEncoder
+from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder
 from energon_bridge.core.errors import BatchSizeMismatchError, ConfigurationError, UnknownArgumentError
 from energon_bridge.tools.testing import create_captioning_test_dataset
 
@@ -361,7 +361,7 @@ def test_it_works_without_lightning(dataset: Path) -> None:
     sys.modules["lightning"] = None
     sys.modules["lightning.pytorch"] = None
     from energon_bridge import EnergonMultiModalDataModule
-    from energon_bridge.core.encoder.base import DefaultTaskEncoder
+    from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder
     data = EnergonMultiModalDataModule({str(dataset)!r}, None, None, num_workers=0, task_encoder=DefaultTaskEncoder())
     assert EnergonMultiModalDataModule.__mro__[1] is object
     next(data.train_dataloader())

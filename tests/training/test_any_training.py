@@ -33,7 +33,7 @@ from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.conversations.cooker import COOKERS
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.models.images.images import DeferredImage
-from energon_bridge.tools.columns.columns import read_columns, read_numbers
+from energon_bridge.tools.columns.stored import read_columns, read_numbers
 from energon_bridge.training import run as training
 from energon_bridge.training.config import ModelConfig, RunConfig
 from energon_bridge.training.config_file import load_config

@@ -26,7 +26,7 @@ from energon_bridge.models.conversations.multimodal import MultiModalBatch
 from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
-from energon_bridge.training.megatron import run as run_module
+from energon_bridge.training.megatron import loop as run_module
 from energon_bridge.training.megatron.step import Training
 
 pytestmark = pytest.mark.skipif(

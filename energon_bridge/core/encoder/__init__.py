@@ -1,8 +1,8 @@
 """Task encoders: turn raw samples into batches.
 
-`base` has the hooks, `hooks` their table and what they can ask the engine, `checks` what is refused before a run;
-`cooking` has the cookers of crude datasets. `decoder` and `deferred` turn bytes into values, `collate` samples into
-batches. Encoders that know models, and ready-made packing and grouping, are in `models/`.
+`task_encoder` has the hooks, `hooks` their table and what they can ask the engine, `checks` what is refused before a
+run; `cooking` has the cookers of crude datasets. `decoder` and `deferred` turn bytes into values, `collate` samples
+into batches. Encoders that know models, and ready-made packing and grouping, are in `models/`.
 
 The names are those of `__init__.pyi`, imported on first use.
 """

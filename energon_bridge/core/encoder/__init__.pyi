@@ -2,13 +2,6 @@
 
 __all__: list[str]
 
-from .base import (
-    AugmentTaskEncoder as AugmentTaskEncoder,
-    DefaultTaskEncoder as DefaultTaskEncoder,
-    TaskEncoder as TaskEncoder,
-    default_hook as default_hook,
-    stateless as stateless,
-)
 from .collate import (
     batch_list as batch_list,
     batch_pad_stack as batch_pad_stack,
@@ -24,4 +17,11 @@ from .cooking import (
 )
 from .decoder import (
     SampleDecoder as SampleDecoder,
+)
+from .task_encoder import (
+    AugmentTaskEncoder as AugmentTaskEncoder,
+    DefaultTaskEncoder as DefaultTaskEncoder,
+    TaskEncoder as TaskEncoder,
+    default_hook as default_hook,
+    stateless as stateless,
 )

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
-from energon_bridge.core.encoder.base import AugmentTaskEncoder
 from energon_bridge.core.encoder.cooking import Cooker
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.hooks import ENCODER_HOOKS, Hook
+from energon_bridge.core.encoder.task_encoder import AugmentTaskEncoder
 from energon_bridge.core.errors import ConfigurationError
 
 _NEEDED = (Hook.ENCODE.title, Hook.BATCH.title, Hook.ENCODE_BATCH.title, "decoder")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.core.samples.base import field_names
+from energon_bridge.core.samples.sample import field_names
 
 _SHARED_FROM = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""

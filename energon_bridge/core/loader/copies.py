@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from energon_bridge.core.samples.base import over_tensors, pin_value
+from energon_bridge.core.samples.sample import over_tensors, pin_value
 
 
 class Copied(NamedTuple):

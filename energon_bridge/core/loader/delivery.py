@@ -28,7 +28,7 @@ from energon_bridge.core.loader.position import EndlessRun, FinitePass, Position
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.core.registry import load
-from energon_bridge.core.storage.base import REQUESTS
+from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.finite import mask_loss
 from energon_bridge.core.stream.lane import Production

@@ -59,7 +59,7 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.mix import WeightSchedule, parse_weight
 from energon_bridge.core.mix.weights import ChangedWeights, GivenWeights
 from energon_bridge.core.order.changes import Ban, LeafBans
-from energon_bridge.core.order.leaf import ORDER_VERSION
+from energon_bridge.core.order.leaf_order import ORDER_VERSION
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.stream.settings import StreamKind
 from energon_bridge.core.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, BufferedRefs, LaneState, Stage

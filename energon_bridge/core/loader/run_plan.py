@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from energon_bridge.core.encoder.base import decoder_of
+from energon_bridge.core.encoder.task_encoder import decoder_of
 from energon_bridge.core.format.foreign import ForeignDataset
 from energon_bridge.core.loader.run_data import RunData, epochs_by_leaf
 from energon_bridge.core.mix.leaves import OpenLeaf
@@ -18,7 +18,7 @@ from energon_bridge.core.mix.weights import ChangedWeights
 from energon_bridge.core.order.blend import EpochizedBlend, InTurns, WeightedBlend
 from energon_bridge.core.order.changes import LeafBans, LeafWeights
 from energon_bridge.core.order.choose import AnyBlend, BlendOfBuckets, PassDraws
-from energon_bridge.core.order.leaf import LeafOrder, slice_length
+from energon_bridge.core.order.leaf_order import LeafOrder, slice_length
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.order.topology import default_num_lanes
 from energon_bridge.core.registry import load

@@ -35,7 +35,7 @@ from typing import Protocol
 import numpy as np
 
 from energon_bridge.core.order.changes import WeightParts
-from energon_bridge.core.order.leaf import Memo
+from energon_bridge.core.order.leaf_order import Memo
 from energon_bridge.core.order.rng import MASK64, IntArray, UIntArray, below, fold
 
 # ---------------------------------------------------------------------------------------------------------------------

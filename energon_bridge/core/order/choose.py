@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.core.order.blend import Blend
 from energon_bridge.core.order.changes import LeafBans
-from energon_bridge.core.order.leaf import LeafOrder, Round
+from energon_bridge.core.order.leaf_order import LeafOrder, Round
 from energon_bridge.core.order.rng import IntArray
 
 _OPEN_ROUNDS = 4096

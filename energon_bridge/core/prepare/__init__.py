@@ -1,7 +1,7 @@
 """Building prepared datasets: the functions behind `energon prepare`.
 
-`run` indexes shards and writes `.nv-meta`, `split` says which shard is in which part, `staging` moves files into place
-so that a kill leaves nothing half done. The names are those of `__init__.pyi`.
+`indexing` reads shards and writes `.nv-meta`, `split` says which shard is in which part, `staging` moves files into
+place so that a kill leaves nothing half done. The names are those of `__init__.pyi`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 __all__: list[str]
 
-from .run import (
+from .indexing import (
     Prepared as Prepared,
     prepare_dataset as prepare_dataset,
     rebuild_index as rebuild_index,

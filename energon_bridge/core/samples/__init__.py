@@ -1,13 +1,13 @@
 """Sample and batch types.
 
-`base` has the two base classes, `types` the sample types that a `dataset.yaml` can name, `stacking` the collation of
+`sample` has the two base classes, `types` the sample types that a `dataset.yaml` can name, `stacking` the collation of
 tensors. Importing this package imports neither torch nor numpy.
 """
 
 from __future__ import annotations
 
 from energon_bridge.core.samples import types
-from energon_bridge.core.samples.base import (
+from energon_bridge.core.samples.sample import (
     META_FIELDS,
     Batch,
     CrudeSample,

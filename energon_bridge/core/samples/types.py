@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from energon_bridge.core.errors import UnknownArgumentError, did_you_mean
-from energon_bridge.core.samples.base import CrudeSample, Sample, edataclass
+from energon_bridge.core.samples.sample import CrudeSample, Sample, edataclass
 
 if TYPE_CHECKING:
     import torch

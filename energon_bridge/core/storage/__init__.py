@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 
 from energon_bridge.core.registry import load, registered
-from energon_bridge.core.storage.base import ByteRange, FarStore, Store, as_far
 from energon_bridge.core.storage.local import FileTimes, LocalStore, OpenFiles, write_file
 from energon_bridge.core.storage.stalls import READ_TIMEOUT_SECONDS, Stalls
+from energon_bridge.core.storage.store import ByteRange, FarStore, Store, as_far
 
 __all__ = [
     "READ_TIMEOUT_SECONDS",

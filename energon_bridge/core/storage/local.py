@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from energon_bridge.core.errors import DatasetNotFoundError, ShardMissingError, StorageError
-from energon_bridge.core.storage.base import Rooted, changed_file, short_read
 from energon_bridge.core.storage.helpers import PerProcess
 from energon_bridge.core.storage.stalls import Stalls, Way, is_in_memory, way_to
+from energon_bridge.core.storage.store import Rooted, changed_file, short_read
 
 _OPEN = os.O_RDONLY | os.O_NONBLOCK  # opening a pipe would block
 _LARGE = 64 << 20

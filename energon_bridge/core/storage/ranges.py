@@ -9,7 +9,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from energon_bridge.core.storage.base import ByteRange
+from energon_bridge.core.storage.store import ByteRange
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

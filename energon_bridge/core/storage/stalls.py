@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from energon_bridge.core.errors import StorageError
-from energon_bridge.core.storage.base import MADE
 from energon_bridge.core.storage.helpers import Helpers
+from energon_bridge.core.storage.store import MADE
 
 logger = logging.getLogger(__name__)
 

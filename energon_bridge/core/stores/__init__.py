@@ -1,7 +1,7 @@
 """Files by key, for cookers: stores over prepared datasets, folders and JSONL files, and caches for files needed later.
 
-`base` has the protocol and the stores; `cache` the lazies (the pool that keeps their files on a local disk until the
-samples that need them are delivered is `cloud/file_cache.py`).
+`file_store` has the protocol and the stores; `cache` the lazies (the pool that keeps their files on a local disk until
+the samples that need them are delivered is `cloud/file_cache.py`).
 
 The names are those of `__init__.pyi`, imported on first use.
 """

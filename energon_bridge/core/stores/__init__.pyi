@@ -2,16 +2,16 @@
 
 __all__: list[str]
 
-from .base import (
+from .cache import (
+    CachePool as CachePool,
+    Lazy as Lazy,
+    NoCachePool as NoCachePool,
+)
+from .file_store import (
     DecodeFileStore as DecodeFileStore,
     FileStore as FileStore,
     JsonlFileStore as JsonlFileStore,
     PrimaryFileStore as PrimaryFileStore,
     SystemFileStore as SystemFileStore,
     WebdatasetFileStore as WebdatasetFileStore,
-)
-from .cache import (
-    CachePool as CachePool,
-    Lazy as Lazy,
-    NoCachePool as NoCachePool,
 )

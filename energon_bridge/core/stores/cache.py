@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.samples import SourceInfo
-from energon_bridge.core.stores.base import FileStore, note_source
+from energon_bridge.core.stores.file_store import FileStore, note_source
 
 
 class Lazy:

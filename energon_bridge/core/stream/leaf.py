@@ -21,7 +21,7 @@ from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.jsonl import PART, JsonlDataset, is_jsonl, parse_line
 from energon_bridge.core.mix import AuxRef
 from energon_bridge.core.order.changes import LeafBans
-from energon_bridge.core.order.leaf import LeafOrder
+from energon_bridge.core.order.leaf_order import LeafOrder
 from energon_bridge.core.order.rng import IntArray, fold
 from energon_bridge.core.samples import META_FIELDS, CrudeSample, SourceInfo
 from energon_bridge.core.stores import (

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from energon_bridge.core.encoder.hooks import LONGEST_WAIT
 from energon_bridge.core.errors import FatalSampleError, OverLongSampleError
 from energon_bridge.core.order.choose import AnyBlend, OrderedLeaf
-from energon_bridge.core.order.leaf import LeafOrder
+from energon_bridge.core.order.leaf_order import LeafOrder
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.registry import load
 from energon_bridge.core.stream.again import reencode

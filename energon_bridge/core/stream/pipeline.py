@@ -16,9 +16,9 @@ from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.encoder.hooks import BATCH, NUMBER, UNKNOWN, Hook
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.samples import Batch, Sample
-from energon_bridge.core.samples.base import SentSources
+from energon_bridge.core.samples.sample import SentSources
 from energon_bridge.core.samples.stacking import Stacking
-from energon_bridge.core.storage.base import MADE, values_of
+from energon_bridge.core.storage.store import MADE, values_of
 from energon_bridge.core.stream.budget import Budget
 from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.leaf import Leaf, cooker_of

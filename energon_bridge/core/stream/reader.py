@@ -21,10 +21,10 @@ from energon_bridge.core.format.checksums import Checksums, Verifier
 from energon_bridge.core.format.dataset import PreparedDataset, expect_shard, read_index
 from energon_bridge.core.format.tar import Follow, open_sample, parse_sample
 from energon_bridge.core.order.choose import Span
-from energon_bridge.core.order.leaf import Round
+from energon_bridge.core.order.leaf_order import Round
 from energon_bridge.core.order.rng import IntArray, UIntArray
 from energon_bridge.core.storage import ByteRange, as_far
-from energon_bridge.core.stores.base import follow_links
+from energon_bridge.core.stores.file_store import follow_links
 
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from energon_bridge.core.encoder.hooks import MAX_LIMIT
 from energon_bridge.core.errors import ConfigurationError, check_choice, check_number
 from energon_bridge.core.format.checksums import Checksums
-from energon_bridge.core.order.leaf import DEFAULT_PARALLEL_SHARD_ITERS
+from energon_bridge.core.order.leaf_order import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.core.stores import CachePool, NoCachePool
 from energon_bridge.core.stream.conventions import Conventions
 from energon_bridge.core.stream.failures import FailureLog

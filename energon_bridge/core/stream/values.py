@@ -28,7 +28,7 @@ from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import ChatMLSample, CrudeSample, SourceInfo
 from energon_bridge.core.samples.stacking import Slab
-from energon_bridge.core.stores.base import follow_links
+from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.core.stream.failures import SamplePlace
 from energon_bridge.core.stream.reader import RoundBuffer, Unread, Unreadable
 from energon_bridge.core.stream.restore_keys import SampleKey

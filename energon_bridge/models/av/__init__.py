@@ -1,10 +1,11 @@
 """Video and sound: clips, frames and metadata, decoded on demand by PyAV.
 
-`decoder` has the public `AVDecoder` and chooses clips; `media` opens a file, `metadata` says what it is. `streams` and
-`whole` decode its video (by its packets, which `headers` judges, or from its beginning), `sound` its sound.
+`av_decoder` has the public `AVDecoder` and chooses clips; `media_file` opens a file, `metadata` says what it is.
+`streams` and `whole` decode its video (by its packets, which `headers` judges, or from its beginning), `sound` its
+sound.
 """
 
-from energon_bridge.models.av.decoder import AVDecoder, get_clips_uniform, get_single_frames_uniform
-from energon_bridge.models.av.media import AVData
+from energon_bridge.models.av.av_decoder import AVDecoder, get_clips_uniform, get_single_frames_uniform
+from energon_bridge.models.av.media_file import AVData
 
 __all__ = ["AVData", "AVDecoder", "get_clips_uniform", "get_single_frames_uniform"]

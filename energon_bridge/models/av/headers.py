@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from energon_bridge.models.av.media import MediaFile
+from energon_bridge.models.av.media_file import MediaFile
 
 _PACKET_PER_FRAME = ("h264", "hevc", "vp8", "vp9", "av1", "ffv1", "png")
 """Codecs with a packet for each frame, known decoding times and exact seeks; so have those with key frames alone."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.format.media import AVMetadata
-from energon_bridge.models.av.media import (
+from energon_bridge.models.av.media_file import (
     MediaFile,
     has_all_packets,
     is_estimate,

@@ -24,7 +24,15 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.core.errors import DecodeError
-from energon_bridge.models.av.media import MediaFile, import_av, is_estimate, links_of, opened, own_length, start_of
+from energon_bridge.models.av.media_file import (
+    MediaFile,
+    import_av,
+    is_estimate,
+    links_of,
+    opened,
+    own_length,
+    start_of,
+)
 
 _PREROLL_SECONDS = Fraction(1, 2)
 _JITTER_SECONDS = Fraction(1, 50)

@@ -29,7 +29,7 @@ import numpy as np
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.models.av.headers import shows_frame
-from energon_bridge.models.av.media import MediaFile, import_av, length_of, start_of, tensor_of
+from energon_bridge.models.av.media_file import MediaFile, import_av, length_of, start_of, tensor_of
 from energon_bridge.models.av.whole import WholeReader
 
 if TYPE_CHECKING:

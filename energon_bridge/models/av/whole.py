@@ -15,7 +15,7 @@ import numpy as np
 
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.order.rng import IntArray
-from energon_bridge.models.av.media import MediaFile
+from energon_bridge.models.av.media_file import MediaFile
 
 
 class WholeReader:

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from energon_bridge.core.encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.encoder.task_encoder import TaskEncoder, decoder_of, default_hook
 from energon_bridge.models.conversations.sample_encoders import SampleEncoder
 from energon_bridge.models.conversations.sequences import (
     MultiModalBatch,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.samples.base import once_per_class
+from energon_bridge.core.samples.sample import once_per_class
 from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, MultiModalSample, PaddingValues
 from energon_bridge.models.images.devices import normalise_on_device
 from energon_bridge.models.packing.pack_limits import PackLimits, pack_limits

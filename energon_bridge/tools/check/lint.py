@@ -48,7 +48,7 @@ from energon_bridge.core.format.tar import parse_sample
 from energon_bridge.core.format.tar_index import find_pieces
 from energon_bridge.core.samples import CrudeSample
 from energon_bridge.core.storage import open_store
-from energon_bridge.core.stores.base import follow_links
+from energon_bridge.core.stores.file_store import follow_links
 
 _READ_AHEAD = 8 << 20
 _ROWS_AT_ONCE = 64

@@ -19,7 +19,6 @@ from energon_bridge.tools.cli.prepare_options import (
     workers_option,
 )
 from energon_bridge.tools.cli.run_options import encoder_of_model, load_encoder, named
-from energon_bridge.tools.columns.columns import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 from energon_bridge.tools.columns.making import (
     COMPARED,
     HASH_MADE_OF,
@@ -34,6 +33,7 @@ from energon_bridge.tools.columns.making import (
     sound_seconds,
     turned_image_size,
 )
+from energon_bridge.tools.columns.stored import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 
 
 @click.group("columns")

@@ -54,8 +54,8 @@ from energon_bridge.tools.convert.lists import (
     unused_columns,
 )
 from energon_bridge.tools.convert.options import ConvertOptions
-from energon_bridge.tools.convert.plan import propose_samples_per_shard
 from energon_bridge.tools.convert.rows import Layout, Source, check_layout, first_rows
+from energon_bridge.tools.convert.shard_plan import propose_samples_per_shard
 from energon_bridge.tools.convert.sources import KINDS, open_source
 from energon_bridge.tools.convert.speech import PROMPT
 

@@ -10,7 +10,7 @@ import click
 
 from energon_bridge.core.format.foreign import format_of_unprepared
 from energon_bridge.core.format.nvmeta import CHECKSUMS
-from energon_bridge.tools.check.summary import DatasetSummary, summarize_dataset
+from energon_bridge.tools.check.dataset_summary import DatasetSummary, summarize_dataset
 from energon_bridge.tools.cli.output import count_of, format_bytes, print_json, print_table
 from energon_bridge.tools.cli.prepare_options import config_options
 
@@ -99,7 +99,7 @@ def _plain(summary: DatasetSummary) -> dict[str, Any]:
 
 
 def _show_mix(path: str, *, as_json: bool) -> None:
-    from energon_bridge.tools.check.summary import summarize_mix  # imports torch
+    from energon_bridge.tools.check.dataset_summary import summarize_mix  # imports torch
 
     datasets, splits = summarize_mix(path)
     if as_json:

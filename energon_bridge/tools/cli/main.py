@@ -100,7 +100,7 @@ class _LazyGroup(SuggestingGroup):
 def _say_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
     if not asked:
         return
-    from energon_bridge.core.order.leaf import ORDER_VERSION
+    from energon_bridge.core.order.leaf_order import ORDER_VERSION
 
     click.echo(f"energon (energon_bridge), version {__version__}, order version {ORDER_VERSION}")
     context.exit()

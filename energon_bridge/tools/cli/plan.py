@@ -82,7 +82,7 @@ def command(
         raise click.UsageError(f"what workers need follows from {', '.join(asked)}: {', '.join(missing)} is not given")
     # They import torch, which no help text needs.
     from energon_bridge.tools.forecast.epochs import forecast
-    from energon_bridge.tools.forecast.run import run_of_mix
+    from energon_bridge.tools.forecast.planned_run import run_of_mix
 
     run = run_of_mix(open_mix(mix, options))
     plan = forecast(run, steps)

@@ -13,7 +13,7 @@ from energon_bridge.core.errors import ConfigurationError, MetadataError, NotPre
 from energon_bridge.core.format.jsonl import index_jsonl, is_jsonl
 from energon_bridge.core.format.key_index import NEW_KEYS
 from energon_bridge.core.format.nvmeta import INFO_JSON, meta_path, prepared_within, read_info, refuse_meta_path
-from energon_bridge.core.prepare.run import Prepared, prepare_dataset, rebuild_index, scan_task
+from energon_bridge.core.prepare.indexing import Prepared, prepare_dataset, rebuild_index, scan_task
 from energon_bridge.core.prepare.split import SplitRule, find_shards, parse_patterns, parse_ratio
 from energon_bridge.core.samples import CrudeSample, sample_type_by_name
 from energon_bridge.core.storage import Store, open_store

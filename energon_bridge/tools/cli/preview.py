@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from energon_bridge.core.loader.dataset_spec import DatasetSpec
     from energon_bridge.tools.forecast.epochs import Forecast
     from energon_bridge.tools.preview.batches import ShownBatch
-    from energon_bridge.tools.preview.sources import DrawnSample, SampleSource
+    from energon_bridge.tools.preview.sample_source import DrawnSample, SampleSource
 
 _IN_TERMINAL = 4
 _ON_PAGES = 1000
@@ -311,8 +311,8 @@ def _samples(asked: _Asked) -> _Shown:
     from energon_bridge.core.datasets import get_train_dataset
     from energon_bridge.core.worker_config import WorkerConfig
     from energon_bridge.tools.forecast.epochs import forecast, share_curve
-    from energon_bridge.tools.forecast.run import run_of_mix
-    from energon_bridge.tools.preview.sources import SampleSource
+    from energon_bridge.tools.forecast.planned_run import run_of_mix
+    from energon_bridge.tools.preview.sample_source import SampleSource
 
     _check_is_mix(asked.source)
     path = asked.source[0]
@@ -354,7 +354,7 @@ def _check_is_mix(source: tuple[str, ...]) -> None:
 def _show_steps(steps: range, asked: _Asked) -> _Shown:
     """Return the samples that a run draws in some steps."""
     from energon_bridge.tools.forecast.samples import assumption
-    from energon_bridge.tools.preview.sources import SampleSource, drawn_in
+    from energon_bridge.tools.preview.sample_source import SampleSource, drawn_in
 
     run, notes = open_run(asked.source, asked.run)
     _check_rank(asked.rank, run.world_size)
@@ -370,7 +370,7 @@ def _batches(
 ) -> _Shown:
     """Return what a run delivers in some steps; `per_step` gives the microbatches of a rank for a number of ranks."""
     from energon_bridge.tools.preview.batches import delivered, next_step
-    from energon_bridge.tools.preview.sources import SampleSource
+    from energon_bridge.tools.preview.sample_source import SampleSource
 
     world_size = asked.run["world_size"]
     steps = asked.steps

@@ -18,7 +18,7 @@ from energon_bridge.tools.cli.prepare_options import added, config_options
 if TYPE_CHECKING:
     from energon_bridge.core.loader.dataset_spec import DatasetSpec
     from energon_bridge.core.loader.document import State
-    from energon_bridge.tools.forecast.run import Run
+    from energon_bridge.tools.forecast.planned_run import Run
 
 
 class CountOr(click.ParamType):
@@ -162,7 +162,7 @@ def open_run(
         options: Those of `run_options`.
         by_step: The caller asks about steps, for which the number of ranks matters.
     """
-    from energon_bridge.tools.forecast.run import run_of_mix, run_of_state  # torch, which no help text needs
+    from energon_bridge.tools.forecast.planned_run import run_of_mix, run_of_state  # torch, which no help text needs
 
     if (Path(source[0]) / "checkpoints").is_dir() and (Path(source[0]) / "config.yaml").is_file():
         saved = [str(path) for path in sorted(Path(source[0]).glob("checkpoints/step-*.ckpt"))]

@@ -10,7 +10,7 @@ changed, and what it was ahead then of the leaf that was to come next. Lanes beg
 and its mean amount, a part of it that is spread over the lanes as the draws of a weighted mix are
 (`core/order/blend.py`). A leaf without a weight keeps its sum. Banned draws count nothing; every other draw counts its
 amount, whatever becomes of the sample later. So a leaf of which all that counts is banned, or all that the lane comes
-to (`core/order/leaf.py`), could never reach its share: from then on it is one without a weight.
+to (`core/order/leaf_order.py`), could never reach its share: from then on it is one without a weight.
 
 Amounts are whole multiples of 1/1024 and sums exact; only *sum / weight* is a float, the quotient of two numbers, which
 IEEE 754 rounds alike everywhere. So neither the machine nor how many draws are looked up at once changes the order.
@@ -35,7 +35,7 @@ from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.order.blend import lane_step
 from energon_bridge.core.order.changes import WeightParts
 from energon_bridge.core.order.choose import OrderedLeaf, Standing
-from energon_bridge.core.order.leaf import Memo
+from energon_bridge.core.order.leaf_order import Memo
 from energon_bridge.core.order.rng import MASK64, IntArray, fold
 from energon_bridge.tools.columns.expression import numbers_of_samples
 

@@ -35,11 +35,11 @@ from energon_bridge.core.mix.leaves import OpenLeaf, number_leaves
 from energon_bridge.core.mix.weights import GivenWeights
 from energon_bridge.core.order.blend import WeightedBlend
 from energon_bridge.core.order.changes import LeafWeights
-from energon_bridge.core.order.leaf import Memo
+from energon_bridge.core.order.leaf_order import Memo
 from energon_bridge.core.order.rng import IntArray, fold
 from energon_bridge.core.samples.showing import counted
-from energon_bridge.tools.columns.columns import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 from energon_bridge.tools.columns.expression import column_names, values_of_samples
+from energon_bridge.tools.columns.stored import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 
 _BUCKETS = 8
 _LEAVES = 9

@@ -22,7 +22,7 @@ from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.foreign import ForeignDataset
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.jsonl import JsonlDataset
-from energon_bridge.tools.columns.columns import column_of, read_columns
+from energon_bridge.tools.columns.stored import column_of, read_columns
 from energon_bridge.tools.columns.tiers import FUNCTIONS
 
 _MOST_CHARACTERS = 4000

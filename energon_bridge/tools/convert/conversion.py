@@ -7,8 +7,8 @@ shards whose inputs have not changed. So tasks can convert shards anywhere, and 
     out/.nv-meta.parts/options.json   options of the conversion under way; others are refused
     out/.nv-meta/convert/             the same, and the records, of the finished one
 
-`options.py` says how, `plan.py` which samples are in which shard, `scaling.py` makes images smaller, and `finish.py`
-makes a dataset of the shards.
+`options.py` says how, `shard_plan.py` which samples are in which shard, `scaling.py` makes images smaller, and
+`finish.py` makes a dataset of the shards.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from energon_bridge.tools.convert.finish import (
     load_record,
 )
 from energon_bridge.tools.convert.options import ConvertOptions, check_options, key_of_options, told_of
-from energon_bridge.tools.convert.plan import ShardJob, ShardJobs, shards_of_plan
 from energon_bridge.tools.convert.rows import Source, contents_of, first_rows
 from energon_bridge.tools.convert.scaling import reencoded
+from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, shards_of_plan
 from energon_bridge.tools.convert.shards import (
     PartsFolder,
     ShardFile,

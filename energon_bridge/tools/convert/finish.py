@@ -13,7 +13,7 @@ import numpy as np
 from energon_bridge.core.format.media import kind_by_name, missing_package
 from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.core.format.tar_index import index_name
-from energon_bridge.core.prepare.run import ShardRecord
+from energon_bridge.core.prepare.indexing import ShardRecord
 from energon_bridge.core.storage import open_store
 from energon_bridge.tools.convert.options import ConvertOptions, type_name
 from energon_bridge.tools.convert.shards import (

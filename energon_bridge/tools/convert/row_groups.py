@@ -18,7 +18,7 @@ from typing import Any
 from energon_bridge.core.errors import ConfigurationError, SourceError
 from energon_bridge.core.storage import ByteRange, Store, as_far
 from energon_bridge.core.storage.ranges import RangeReader
-from energon_bridge.tools.convert.values import ValueReader, features_of, readers_of
+from energon_bridge.tools.convert.table_values import ValueReader, features_of, readers_of
 
 FileStamp = tuple[int, int]
 """Size and modification time of a file (of a remote one, its version): cached data is valid for this stamp only."""

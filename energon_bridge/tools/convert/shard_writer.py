@@ -25,7 +25,7 @@ from energon_bridge.core.errors import ConfigurationError, SourceError, did_you_
 from energon_bridge.core.format.field_map import describe_fields
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head
 from energon_bridge.core.format.nvmeta import INFO_JSON, INFO_YAML, meta_path
-from energon_bridge.core.prepare.run import ShardRecord
+from energon_bridge.core.prepare.indexing import ShardRecord
 from energon_bridge.core.samples import META_FIELDS, CrudeSample, Sample, field_names, sample_type_by_name
 from energon_bridge.tools.convert.shards import END_BYTES, PartsFolder, ShardFile, member_size, publish
 from energon_bridge.tools.convert.splits import SPLIT_ORDER

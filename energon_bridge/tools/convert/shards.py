@@ -46,7 +46,7 @@ from energon_bridge.core.format.nvmeta import (
 )
 from energon_bridge.core.format.tar import split_member_name
 from energon_bridge.core.format.tar_index import encode_index, index_name
-from energon_bridge.core.prepare.run import RECORD_SUFFIX, ShardRecord
+from energon_bridge.core.prepare.indexing import RECORD_SUFFIX, ShardRecord
 from energon_bridge.core.prepare.staging import Staging
 from energon_bridge.core.storage import LocalStore, open_store
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml

@@ -99,7 +99,7 @@ def _far(path: Path, kind: str | None, media: Path | None) -> Source:
     if not colon or "/" in scheme:
         raise DatasetNotFoundError(f"{path}: no such file or folder. Check the path.")
     url = f"{scheme}://{rest}"
-    from energon_bridge.tools.convert.dataset import has_tables, open_far_source
+    from energon_bridge.tools.convert.table_dataset import has_tables, open_far_source
 
     if kind not in (None, "parquet", "huggingface") or media is not None or not has_tables(url):
         raise DatasetNotFoundError(

@@ -25,7 +25,7 @@ import numpy as np
 
 from energon_bridge.core.errors import DecodeError, SourceError
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.av.media import import_av
+from energon_bridge.models.av.media_file import import_av
 from energon_bridge.models.conversations.turns import BESIDE_PAIRS, CONVERSATIONS, PAIRS, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import FileRef, Layout, Row, Source, located, media_file

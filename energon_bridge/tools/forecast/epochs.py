@@ -18,11 +18,11 @@ from energon_bridge.core.mix import TreeNode
 from energon_bridge.core.mix.schedule import plain_number
 from energon_bridge.core.mix.tree import BlendNode, EpochizedNode, JoinRef, LeafRef
 from energon_bridge.core.order.choose import Cursor, OrderedLeaf, standing
-from energon_bridge.core.order.leaf import LeafOrder
+from energon_bridge.core.order.leaf_order import LeafOrder
 from energon_bridge.core.order.rng import FloatArray, IntArray
 from energon_bridge.core.order.topology import Ownership, first_microbatch, microbatches_before, step_of
 from energon_bridge.tools.columns.amounts import AmountBlend
-from energon_bridge.tools.forecast.run import Run
+from energon_bridge.tools.forecast.planned_run import Run
 
 _FAR = 1 << 40
 _LANES_LOOKED_AT = 64

@@ -21,7 +21,7 @@ from energon_bridge.core.format.key_index import KeyIndex, keys_at, keys_of_shar
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.core.loader.document import read_leaves
 from energon_bridge.core.order.choose import Chooser, plain_cursors, standing
-from energon_bridge.core.order.leaf import Round
+from energon_bridge.core.order.leaf_order import Round
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.order.topology import Ownership, first_microbatch, microbatches_before, step_of
 from energon_bridge.core.storage import LocalStore
@@ -29,7 +29,7 @@ from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.stream.restore_keys import SampleKey
 from energon_bridge.core.stream.state import LaneState
 from energon_bridge.tools.columns.amounts import AmountBlend
-from energon_bridge.tools.forecast.run import Run
+from energon_bridge.tools.forecast.planned_run import Run
 
 # Keys -----------------------------------------------------------------------------------------------------------------
 #

@@ -21,7 +21,7 @@ from energon_bridge.core.order.topology import first_microbatch, step_of
 from energon_bridge.core.samples import Segment, field_names
 from energon_bridge.core.stream.restore_keys import BatchKey, RowKey, SampleKey, read_key
 from energon_bridge.tools.preview.records import Picture, ShownItem, items_of, picture_of
-from energon_bridge.tools.preview.sources import DrawnSample
+from energon_bridge.tools.preview.sample_source import DrawnSample
 
 logger = logging.getLogger(__name__)
 

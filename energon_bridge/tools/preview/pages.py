@@ -36,7 +36,7 @@ from energon_bridge.core.storage import ByteRange, write_file
 from energon_bridge.tools.forecast.epochs import Forecast
 from energon_bridge.tools.preview.batches import ShownBatch
 from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, ShownItem, ShownTurn
-from energon_bridge.tools.preview.sources import DatasetShare, DrawnSample, SampleSource
+from energon_bridge.tools.preview.sample_source import DatasetShare, DrawnSample, SampleSource
 
 _PER_FILE = 60
 _PER_SEARCH_FILE = 5000

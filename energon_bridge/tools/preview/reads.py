@@ -22,7 +22,7 @@ from PIL import Image
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.order.rng import IntArray
-from energon_bridge.tools.forecast.run import Run
+from energon_bridge.tools.forecast.planned_run import Run
 from energon_bridge.tools.forecast.samples import name_steps
 
 _COLUMNS = 1000

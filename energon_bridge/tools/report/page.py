@@ -16,7 +16,7 @@ from urllib.parse import quote
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.tools.preview.pages import PageBlock, write_pages, write_run
-from energon_bridge.tools.preview.sources import DrawnSample, SampleSource
+from energon_bridge.tools.preview.sample_source import DrawnSample, SampleSource
 from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, HighLoss, RankSummary, RunRecorder
 
 logger = logging.getLogger(__name__)

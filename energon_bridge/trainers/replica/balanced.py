@@ -32,7 +32,7 @@ from energon_bridge.core.loader.metrics import flat_metrics
 from energon_bridge.core.loader.ranks import merged_state
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
-from energon_bridge.core.samples.base import pin_value
+from energon_bridge.core.samples.sample import pin_value
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.trainers.replica.assignment import divide
 from energon_bridge.trainers.replica.exchange import Move, Peers, pack

@@ -19,7 +19,7 @@ from workers import wait_until, worker_pids
 from energon_bridge import EnergonDataloader, SavableDataLoader, get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
-from energon_bridge.core.samples.base import over_tensors, to_device
+from energon_bridge.core.samples.sample import over_tensors, to_device
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.testing import write_shard
 from energon_bridge.trainers.replica import make_balance

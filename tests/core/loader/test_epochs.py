@@ -25,7 +25,7 @@ from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.stream.conventions import Conventions
 from energon_bridge.tools.forecast.epochs import forecast
-from energon_bridge.tools.forecast.run import run_of_mix
+from energon_bridge.tools.forecast.planned_run import run_of_mix
 from energon_bridge.tools.report.page import write_report
 from energon_bridge.tools.report.recorder import RunRecorder, summary
 from energon_bridge.trainers.huggingface import Described

@@ -19,7 +19,7 @@ data = made_once(create_captioning_test_dataset, num_train=40, num_val=4)
 OPEN = """
 import sys, torch, os
 from energon_bridge import *
-from energon_bridge.tools.preview.sources import Drawn, SampleSource
+from energon_bridge.tools.preview.sample_source import Drawn, SampleSource
 path = sys.argv[1]
 def config(workers=0, **settings):
     return WorkerConfig(rank=0, world_size=1, num_workers=workers, num_lanes=2, **settings)

@@ -19,7 +19,7 @@ from paths import TESTS
 
 from energon_bridge import DefaultTaskEncoder, get_train_dataset
 from energon_bridge.core.errors import SettingMismatchError
-from energon_bridge.core.order.leaf import ORDER_VERSION
+from energon_bridge.core.order.leaf_order import ORDER_VERSION
 
 MICROBATCHES = 60
 SAVED_AFTER = 23

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from strategies import keys, lane_counts, leaf_orders
 
 from energon_bridge.core.order.changes import LeafBans
-from energon_bridge.core.order.leaf import ORDER_VERSION, LeafOrder, slice_length
+from energon_bridge.core.order.leaf_order import ORDER_VERSION, LeafOrder, slice_length
 from energon_bridge.core.order.rng import Permutation, below, draws, fold, shuffled
 
 EPOCHS = 3

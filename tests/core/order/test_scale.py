@@ -15,8 +15,8 @@ from mixes import SAMPLES, many_datasets
 
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.core.format.dataset import PreparedDataset
-from energon_bridge.core.order import leaf
-from energon_bridge.core.order.leaf import LeafOrder
+from energon_bridge.core.order import leaf_order as leaf
+from energon_bridge.core.order.leaf_order import LeafOrder
 from energon_bridge.core.order.rng import shuffled
 from energon_bridge.core.samples import TextSample
 from energon_bridge.core.storage import open_store

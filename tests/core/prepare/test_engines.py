@@ -23,7 +23,7 @@ from test_killed import KILLS, LONG, WORK, check_kills
 
 from energon_bridge.core.errors import ConfigurationError, CorruptShardError
 from energon_bridge.core.format.parallel import Task
-from energon_bridge.core.prepare import parse_ratio, prepare_dataset, run as preparing
+from energon_bridge.core.prepare import indexing as preparing, parse_ratio, prepare_dataset
 from energon_bridge.tools.check.engines import RayShardEngine
 from energon_bridge.tools.cli.prepare_options import chosen_task
 

@@ -29,7 +29,7 @@ from energon_bridge.core.errors import DatasetNotFoundError, NotPreparedError
 from energon_bridge.core.format.dataset import open_dataset
 from energon_bridge.core.prepare import prepare_dataset
 from energon_bridge.core.storage import open_store
-from energon_bridge.tools.columns.columns import column_of, read_columns
+from energon_bridge.tools.columns.stored import column_of, read_columns
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 KILLS = 50 if LONG else 2

@@ -33,12 +33,12 @@ from energon_bridge.core.format.join import JoinPart, find_rows
 from energon_bridge.core.format.key_index import find_keys, keys_at, keys_of_shard, local_key_index
 from energon_bridge.core.format.nvmeta import read_info
 from energon_bridge.core.loader.bans import samples_by_key
-from energon_bridge.core.prepare import prepare_dataset, rebuild_index, run as preparing
+from energon_bridge.core.prepare import indexing as preparing, prepare_dataset, rebuild_index
 from energon_bridge.core.prepare.staging import STAGING_FOLDER, Staging
 from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores import WebdatasetFileStore
+from energon_bridge.tools.check.dataset_summary import summarize_dataset
 from energon_bridge.tools.check.media import MediaFilter, prepare_media
-from energon_bridge.tools.check.summary import summarize_dataset
 
 FIRST = {f"{number:02d}.tar": [f"{number}-{sample}" for sample in range(3)] for number in range(16)}
 
@@ -223,7 +223,7 @@ STOPPED = """
 import os, sys
 from energon_bridge.core.format import key_index
 from energon_bridge.core.format.key_index import KeyIndexWriter
-from energon_bridge.core.prepare import parse_ratio, prepare_dataset, run as preparing
+from energon_bridge.core.prepare import parse_ratio, prepare_dataset, indexing as preparing
 preparing._LARGE_BYTES, key_index._CACHE_KIB = 0, 1  # pages are written before the transaction ends
 def stop(self):
     print("writing", flush=True)
@@ -361,7 +361,7 @@ def test_media_metadata_stays_and_is_added(tmp_path: Path) -> None:
 
 KILLED = """
 import os, sys
-from energon_bridge.core.prepare import parse_ratio, prepare_dataset, run as preparing
+from energon_bridge.core.prepare import parse_ratio, prepare_dataset, indexing as preparing
 from energon_bridge.core.storage import LocalStore
 preparing._LARGE_BYTES, left = int(sys.argv[2]), [int(sys.argv[3])]
 put_file, delete = LocalStore.put_file, LocalStore.delete

@@ -14,7 +14,7 @@ from tar_builder import GNU, PAX, USTAR, write_tar
 
 from energon_bridge.core.format.dataset import open_dataset, read_index
 from energon_bridge.core.format.tar import parse_sample
-from energon_bridge.core.stores.base import follow_links
+from energon_bridge.core.stores.file_store import follow_links
 
 pytestmark = [pytest.mark.rival, pytest.mark.slow]
 

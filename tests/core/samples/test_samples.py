@@ -25,7 +25,7 @@ from energon_bridge.core.samples import (
     sample_type_by_name,
     sample_type_names,
 )
-from energon_bridge.core.samples.base import SentSources
+from energon_bridge.core.samples.sample import SentSources
 
 SOURCE = SourceInfo("/data", 3, "a.tar", ("x.jpg",))
 OTHER = SourceInfo("/more", "k", "b.tar", ("x.txt", "x.json"))

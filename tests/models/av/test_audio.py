@@ -19,7 +19,7 @@ from energon_bridge.models.av import (
     AVDecoder,
     get_clips_uniform,
     get_single_frames_uniform,
-    media as media_module,
+    media_file as media_module,
     sound as sound_module,
 )
 

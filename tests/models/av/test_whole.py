@@ -17,7 +17,7 @@ from paths import TESTS
 
 from energon_bridge.models.av import AVDecoder, get_single_frames_uniform
 from energon_bridge.models.av.headers import tells_frames
-from energon_bridge.models.av.media import MediaFile
+from energon_bridge.models.av.media_file import MediaFile
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 CONTAINERS = ("mp4", "mov", "mkv", "webm", "avi", "flv", "ts", "mpg", "ogg", "ivf", "nut", "asf", "mxf", "3gp")

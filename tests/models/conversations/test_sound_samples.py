@@ -51,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def undecoded(value: Any, rate: int, monkeypatch: pytest.MonkeyPatch) -> Sound:
     """Return a sound, and fail if anything is decoded for it."""
     with monkeypatch.context() as patch:
-        patch.setattr("energon_bridge.models.av.decoder.AudioReader", None)
+        patch.setattr("energon_bridge.models.av.av_decoder.AudioReader", None)
         patch.setattr("energon_bridge.models.av.metadata.AudioReader", None)
         return sound_of(value, rate=rate)
 

@@ -30,7 +30,13 @@ from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.core.samples import CrudeSample, InterleavedSample, TextSample
 from energon_bridge.models.conversations import conversation
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
-from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames, registry
+from energon_bridge.models.families import (
+    ChatConfig,
+    ChatSample,
+    ChatTemplateTaskEncoder,
+    VideoFrames,
+    known_families as registry,
+)
 from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.models.packing.packing import Packer
 

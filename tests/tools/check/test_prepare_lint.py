@@ -11,8 +11,8 @@ from tar_builder import tars_of, write_tar
 
 from energon_bridge.core.errors import EmptyDatasetError, UnknownSplitError
 from energon_bridge.core.prepare import parse_ratio, prepare_dataset
+from energon_bridge.tools.check.dataset_summary import summarize_dataset
 from energon_bridge.tools.check.lint import lint_dataset, lint_parts
-from energon_bridge.tools.check.summary import summarize_dataset
 from energon_bridge.tools.columns.making import add_column
 from energon_bridge.tools.testing import write_shard
 

@@ -22,7 +22,7 @@ from tar_builder import write_tar, write_texts
 
 from energon_bridge import __version__
 from energon_bridge.core.format.dataset import open_dataset
-from energon_bridge.core.order.leaf import ORDER_VERSION
+from energon_bridge.core.order.leaf_order import ORDER_VERSION
 from energon_bridge.tools.cli.main import main
 from energon_bridge.tools.cli.output import format_bytes
 from energon_bridge.tools.testing import write_shard

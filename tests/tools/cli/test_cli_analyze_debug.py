@@ -21,7 +21,7 @@ from forecasts import MIXES, OPTIONS, opened, ranks_of, run, write_mixes
 from made import made_once
 from PIL import Image
 
-from energon_bridge.tools.forecast.run import run_of_mix
+from energon_bridge.tools.forecast.planned_run import run_of_mix
 from energon_bridge.tools.preview.reads import Band, Reads, picture_of, reads_of_run, write_picture
 from energon_bridge.tools.testing import create_captioning_test_dataset
 

@@ -14,7 +14,7 @@ from made import made_once
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.forecast.epochs import draws_per_leaf
-from energon_bridge.tools.forecast.run import run_of_mix
+from energon_bridge.tools.forecast.planned_run import run_of_mix
 
 data = made_once(write_mixes)
 

@@ -19,7 +19,7 @@ from energon_bridge import get_savable_loader, get_train_dataset, get_val_datase
 from energon_bridge.core.loader.document import read_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.worker_config import WorkerConfig
-from energon_bridge.tools.forecast.run import run_of_mix
+from energon_bridge.tools.forecast.planned_run import run_of_mix
 from energon_bridge.tools.forecast.samples import assumption
 from energon_bridge.tools.testing import create_captioning_test_dataset
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from energon_bridge.core.order.blend import lane_step
 from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.choose import Chooser, Standing, plain_cursors, standing
-from energon_bridge.core.order.leaf import LeafOrder, slice_length
+from energon_bridge.core.order.leaf_order import LeafOrder, slice_length
 from energon_bridge.core.order.rng import fold
 from energon_bridge.tools.columns.amounts import AmountBlend, AmountDraws, Amounts
 from energon_bridge.tools.forecast.epochs import expected_draws

@@ -26,7 +26,7 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.columns.making import add_column
-from energon_bridge.tools.forecast.run import run_of_mix
+from energon_bridge.tools.forecast.planned_run import run_of_mix
 from energon_bridge.tools.testing import write_shard
 
 TIERS = AspectTiers(area=512 * 512)

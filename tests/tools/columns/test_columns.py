@@ -30,8 +30,8 @@ from energon_bridge.core.format.dataset import open_dataset
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.storage import open_store
-from energon_bridge.tools.columns.columns import column_of, read_columns
 from energon_bridge.tools.columns.making import add_column, content_hash, duplicates, image_size, remove_column
+from energon_bridge.tools.columns.stored import column_of, read_columns
 from energon_bridge.tools.testing import write_shard
 
 SHARDS = [17, 31, 5, 40, 27]

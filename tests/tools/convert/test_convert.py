@@ -48,8 +48,8 @@ from energon_bridge.core.prepare import rebuild_index
 from energon_bridge.core.prepare.split import parse_ratio
 from energon_bridge.core.storage import open_store
 from energon_bridge.tools.convert.options import ConvertOptions
-from energon_bridge.tools.convert.plan import split_numbers
 from energon_bridge.tools.convert.scaling import reencoded
+from energon_bridge.tools.convert.shard_plan import split_numbers
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 

@@ -26,7 +26,7 @@ from energon_bridge.core.errors import (
     SourceError,
     UnknownSplitError,
 )
-from energon_bridge.tools.convert import dataset as tables
+from energon_bridge.tools.convert import table_dataset as tables
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -13,8 +13,8 @@ from sources import convert, converted, members, meta, refused
 
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.core.errors import SourceError, UnknownSplitError
-from energon_bridge.tools.convert.dataset import table_parts
 from energon_bridge.tools.convert.splits import split_files
+from energon_bridge.tools.convert.table_dataset import table_parts
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

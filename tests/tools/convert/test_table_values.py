@@ -20,7 +20,7 @@ from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.core.errors import ConfigurationError, EmptyDatasetError, SourceError
 from energon_bridge.tools.columns.expression import numbers_of_samples
 from energon_bridge.tools.convert.arrow import open_parquet, open_saved
-from energon_bridge.tools.convert.dataset import open_tables
+from energon_bridge.tools.convert.table_dataset import open_tables
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

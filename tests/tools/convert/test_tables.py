@@ -41,8 +41,8 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.format.foreign import ForeignRow
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.storage.helpers import PerProcess
-from energon_bridge.tools.convert import dataset as tables, row_groups as files
-from energon_bridge.tools.convert.dataset import TableDataset, open_tables
+from energon_bridge.tools.convert import row_groups as files, table_dataset as tables
+from energon_bridge.tools.convert.table_dataset import TableDataset, open_tables
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

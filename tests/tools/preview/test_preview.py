@@ -36,7 +36,7 @@ from energon_bridge.models.av import AVDecoder
 from energon_bridge.tools.preview.batches import delivered, shown
 from energon_bridge.tools.preview.pages import histogram, write_pages
 from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, ShownTurn, Text, fields_of, items_of
-from energon_bridge.tools.preview.sources import SampleSource, shared_out
+from energon_bridge.tools.preview.sample_source import SampleSource, shared_out
 from energon_bridge.tools.preview.terminal import half_blocks, lines_of, lines_of_batch, waveform
 from energon_bridge.tools.testing import create_captioning_test_dataset
 

@@ -47,10 +47,10 @@ from energon_bridge.models.conversations.sequences import (
     finished,
 )
 from energon_bridge.models.conversations.templates import RunDay, control_tokens
+from energon_bridge.models.families.known_families import family_of, load_pretrained
 from energon_bridge.models.families.llava import FixedTokenFamily, TiledFamily
 from energon_bridge.models.families.processor import ProcessorFamily
 from energon_bridge.models.families.qwen import QwenFamily
-from energon_bridge.models.families.registry import family_of, load_pretrained
 from energon_bridge.models.families.rendering import (
     Tokens,
     bos_to_add,

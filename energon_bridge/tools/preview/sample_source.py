@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from energon_bridge.core.encoder.base import DefaultTaskEncoder
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.hooks import Hook
+from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder
 from energon_bridge.core.errors import ConfigurationError, EnergonError
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.loader.bans import look_up
@@ -30,7 +30,7 @@ from energon_bridge.core.stream.state import SampleRef, as_members
 from energon_bridge.core.stream.user_code import PendingSample
 from energon_bridge.core.stream.values import FailedSample, has_code
 from energon_bridge.core.worker_config import available_cores
-from energon_bridge.tools.forecast.run import Run
+from energon_bridge.tools.forecast.planned_run import Run
 from energon_bridge.tools.forecast.samples import name_steps
 from energon_bridge.tools.preview.records import SampleRecord, fields_of
 

@@ -26,7 +26,7 @@ from energon_bridge.core.format.nvmeta import (
     read_splits,
 )
 from energon_bridge.core.storage import LocalStore, Store, open_store
-from energon_bridge.tools.columns.columns import Column, read_columns, read_numbers
+from energon_bridge.tools.columns.stored import Column, read_columns, read_numbers
 from energon_bridge.tools.convert.splits import SPLIT_ORDER
 
 _MOST_COUNTED = 10_000_000  # samples whose parts are counted: some seconds

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from energon_bridge.core.datasets import get_train_dataset, get_val_dataset
-from energon_bridge.core.encoder.base import DefaultTaskEncoder
+from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.jsonl import is_jsonl
 from energon_bridge.core.loader.bans import banned_of

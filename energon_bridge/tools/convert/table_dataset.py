@@ -76,7 +76,7 @@ from energon_bridge.tools.convert.row_groups import (
     table_of,
 )
 from energon_bridge.tools.convert.rows import Layout, MediaRoot, check_layout, first_rows, lay_out, located
-from energon_bridge.tools.convert.values import ValueReader, numbers_or_texts, readers_of
+from energon_bridge.tools.convert.table_values import ValueReader, numbers_or_texts, readers_of
 
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
