@@ -34,14 +34,6 @@ class SequenceTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch
     packer: Packer[Any]
     _encoders: dict[type, SampleEncoder]
 
-    def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
-        """Encode samples of a type, and of its subtypes, by a function of the sample and a configuration.
-
-        The function returns a `Conversation`, a `Document` or a `ChatSample`, and replaces one registered before. It
-        writes images in prompts as the configuration says: `<image>`, if a chat template renders them.
-        """
-        self._encoders[sample_type] = encoder
-
     def _set_pixels(self, image_processor: Any, path: PixelPath | None, dtype: Any, own: SampleDecoder | None) -> None:
         """Note how pixels are made, and take the decoder that fits; `own` is that of the package's class."""
         self._processor = image_processor

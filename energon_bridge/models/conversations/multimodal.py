@@ -27,7 +27,7 @@ from energon_bridge.models.conversations.batching import SequenceTaskEncoder
 from energon_bridge.models.conversations.conversation import Piece, name_missing_end
 from energon_bridge.models.conversations.layout import MultiModalSampleConfig, Rendered, layout_markers, render
 from energon_bridge.models.conversations.rendering import ChatRenderer
-from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS, read_sample, sample_key
+from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS, SampleEncoder, read_sample, sample_key
 from energon_bridge.models.conversations.sequences import (
     Grid,
     MultiModalBatch,
@@ -142,6 +142,13 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
                 f"seq_length={seq_length} leaves no room for text: one image takes {image_tokens_per_image} tokens; "
                 f"set seq_length to more than {image_tokens_per_image}"
             )
+
+    def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
+        """Encode samples of a type, and of its subtypes, by a function of the sample and the configuration.
+
+        The function returns a `Conversation`, a `Document` or a `ChatSample`, and replaces one registered before.
+        """
+        self._encoders[sample_type] = encoder
 
     def encode_sample(self, sample: Any) -> MultiModalSample | Iterator[MultiModalSample]:
         """Encode one sample; with a packer that splits, the result may be a generator of several.

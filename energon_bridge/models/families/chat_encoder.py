@@ -37,6 +37,7 @@ from energon_bridge.models.conversations.layout import ImageToken, MultiModalSam
 from energon_bridge.models.conversations.rendering import TextPiece
 from energon_bridge.models.conversations.sample_encoders import (
     SAMPLE_ENCODERS,
+    SampleEncoder,
     encode_video_question,
     read_sample,
     sample_key,
@@ -288,6 +289,13 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         family = ProcessorFamily(processor=processor, model_config=model_config)
         template = getattr(processor, "chat_template", None)
         return cls(processor.tokenizer, family, _with_template(config, template), packer=packer)
+
+    def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
+        """Encode samples of a type and its subclasses with a function of the sample and a configuration.
+
+        The function returns a `ChatSample`, a `Conversation` or a `Document`, with `<image>` for images in prompts.
+        """
+        self._encoders[sample_type] = encoder
 
     def encode(self, sample: Any) -> MultiModalSample:
         """Encode one sample in a single step, with pixels. Raises SampleError and SkipSample as the two steps do."""
