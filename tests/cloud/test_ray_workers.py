@@ -284,7 +284,7 @@ def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
             fault()
             while loader.metrics()["worker_restarts"] < number:
                 found.append(digest(next(iter(loader))))
-            while loader.metrics()["local_workers"] or loader._pool._rivals:  # until there is an actor again
+            while loader.metrics()["local_workers"] or loader._delivery.pool._rivals:  # until there is an actor again
                 found.append(digest(next(iter(loader))))
                 time.sleep(0.05)
         assert loader.metrics()["worker_restarts"] == len(FAULTS) * rounds
@@ -400,7 +400,9 @@ def test_actors_are_shared_and_their_number_follows_the_queues(data: Path, actor
             deadline = time.monotonic() + 200
             while len(actor_processes()) != number:
                 for _ in range(10 if slow else 500):
-                    assert not slow or wait_until(lambda: loader.metrics()["ready"] == 4 or loader._pool._rivals, 60)
+                    assert not slow or wait_until(
+                        lambda: loader.metrics()["ready"] == 4 or loader._delivery.pool._rivals, 60
+                    )
                     found.append(digest(next(stream)))
                 assert time.monotonic() < deadline
 

@@ -21,6 +21,7 @@ import torch
 
 from energon_bridge import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, get_train_dataset
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.delivery import Delivery
 from energon_bridge.core.loader.document import read_leaves
 from energon_bridge.core.loader.processes import Board
 from energon_bridge.core.loader.savable import SavableDataLoader
@@ -271,19 +272,19 @@ class InProcessPool:
 
     has_workers = False
 
-    def __init__(self, loader: InProcessLoader) -> None:
-        self._loader = weakref.ref(loader)
-        self._number = loader.config.num_workers
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = weakref.ref(delivery)
+        self._number = delivery.config.num_workers
         self._workers: list[tuple[Iterator[Any], Arena, deque[Any]]] = []
 
     def begin(self, due: Iterator[tuple[int, int]]) -> None:
-        loader = self._loader()
-        assert loader is not None
-        self._due, self._ahead = due, loader.config.prefetch_factor
+        delivery = self._delivery()
+        assert delivery is not None
+        self._due, self._ahead = due, delivery.config.prefetch_factor
         for number in range(self._number):
             arena = Arena(1 << 20)
             self._workers.append(
-                (_messages(loader.work(number, frozenset(), False), arena, self._ahead), arena, deque())
+                (_messages(delivery.work(number, frozenset(), False), arena, self._ahead), arena, deque())
             )
 
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
@@ -314,11 +315,17 @@ def _messages(work: Work, arena: Arena, ahead: int) -> Iterator[BatchMessage]:
         yield outgoing(item, outbox)
 
 
-class InProcessLoader(SavableDataLoader):
-    """The loader, with workers that are generators of this process."""
+class InProcessDelivery(Delivery):
+    """Delivers from workers that are generators of this process."""
 
     def _new_pool(self) -> Any:
         return InProcessPool(self)
+
+
+class InProcessLoader(SavableDataLoader):
+    """The loader, with such workers."""
+
+    _delivery_kind = InProcessDelivery
 
 
 def slots_of(arena: Arena) -> list[int]:

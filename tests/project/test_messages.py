@@ -50,7 +50,7 @@ from energon_bridge.core.errors import (
     did_you_mean,
 )
 from energon_bridge.core.format.field_map import FieldMap, check_fields
-from energon_bridge.core.loader.savable import _say_endless
+from energon_bridge.core.loader.delivery import _say_endless
 from energon_bridge.core.samples import (
     CaptioningSample,
     ImageClassificationSample,

@@ -116,7 +116,11 @@ def run(folder: Path, watched: Watched, batches: int, kinds: list[str]) -> None:
                 looks.append(watched.look())
                 print(f"{number} batches, {done} faults: {looks[-1]}; longest waits: {waits}", flush=True)
             counted = loader.metrics()
-            recovered = counted["worker_restarts"] >= lost and not counted["local_workers"] and not loader._pool._rivals
+            recovered = (
+                counted["worker_restarts"] >= lost
+                and not counted["local_workers"]
+                and not loader._delivery.pool._rivals
+            )
             if recovered and done == len(kinds) and number >= batches:
                 break
             if not recovered:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import CODECS
-from engine import InProcessLoader, digest, loaders_of
+from engine import InProcessDelivery, InProcessLoader, digest, loaders_of
 from mixing import metadataset
 from sized import Sized, sets_of, write_sized
 
@@ -69,7 +69,7 @@ class Meeting:
         return found
 
 
-class LockedLoader(InProcessLoader):
+class LockedDelivery(InProcessDelivery):
     """Makes a microbatch at a time: workers in this process share its random generators."""
 
     lock = threading.RLock()
@@ -77,6 +77,10 @@ class LockedLoader(InProcessLoader):
     def _pull(self) -> Any:
         with self.lock:
             return super()._pull()
+
+
+class LockedLoader(InProcessLoader):
+    _delivery_kind = LockedDelivery
 
 
 class ThreadPeers:

@@ -7,51 +7,34 @@ ahead is not part of it, so saving asks nobody anything and restoring replays no
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import logging
-import os
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from functools import cache
 from types import GenericAlias
 from typing import Any, ClassVar, NoReturn, get_args
 
 import torch
 import torch.utils.data
 
-from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, WrongUseError, check_choice
+from energon_bridge.core.errors import ConfigurationError, WrongUseError, check_choice
 from energon_bridge.core.loader import document as doc
-from energon_bridge.core.loader.copies import Copies
+from energon_bridge.core.loader.advice import advise
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.delivery import Delivery, Iteration
 from energon_bridge.core.loader.fits import read_all
-from energon_bridge.core.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
+from energon_bridge.core.loader.metrics import AT_ANY_TIME, flat_metrics, name_losses
 from energon_bridge.core.loader.no_dataloader import DATASET_IS_NO_LOADER, NotForDataLoader
 from energon_bridge.core.loader.opening import open_pipeline
-from energon_bridge.core.loader.pool import Engine, WorkerPool
-from energon_bridge.core.loader.position import EndlessRun, FinitePass, OnMismatch, Position
+from energon_bridge.core.loader.position import FinitePass, OnMismatch, Position
 from energon_bridge.core.loader.ranks import merged_state
-from energon_bridge.core.loader.run_data import epochs_by_leaf
-from energon_bridge.core.loader.run_plan import IN_BUFFERS, plan_run
-from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
+from energon_bridge.core.loader.run_plan import plan_run
+from energon_bridge.core.loader.workers import Work
 from energon_bridge.core.order.topology import Ownership
-from energon_bridge.core.registry import load
 from energon_bridge.core.samples.showing import counted, described
-from energon_bridge.core.storage.base import REQUESTS
 from energon_bridge.core.stream.again import describe, restore
-from energon_bridge.core.stream.conventions import attach
-from energon_bridge.core.stream.finite import mask_loss
-from energon_bridge.core.stream.lane import Production
 from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.state import LaneBatch
 from energon_bridge.core.stream.watchdog import WatchdogSettings
-from energon_bridge.core.worker_config import WorkerConfig, available_cores, trainer_groups
-
-logger = logging.getLogger(__name__)
+from energon_bridge.core.worker_config import WorkerConfig, trainer_groups
 
 LOADER_IS_NO_DATASET = (
     "a loader of energon_bridge gives whole batches, in an order of its own, and starts the workers itself: iterate it "
@@ -83,6 +66,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     """
 
     _refusal: ClassVar[str] = LOADER_IS_NO_DATASET
+    _delivery_kind: ClassVar[type[Delivery]] = Delivery
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     def __init__(
@@ -101,10 +85,10 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         for groups in trainer_groups():
             groups.check_data_parallel(config.dp_rank, config.dp_size, by_group=config.data_parallel_group is not None)
         dataset.check_types()
-        self._position: Position = (FinitePass if dataset.ends else EndlessRun)(plan_run(dataset, config))
+        self._delivery = self._delivery_kind(dataset, config, watchdog)
         workers = config.num_workers
         with warnings.catch_warnings():
-            # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
+            # DataLoader would say of every loader that the machine has fewer cores; `advise` does, once.
             warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
             # Trainers ask whether a loader is a DataLoader, and of one for these. Nothing of DataLoader's ever runs.
             super().__init__(
@@ -114,44 +98,13 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                 prefetch_factor=config.prefetch_factor if workers else None,
                 persistent_workers=bool(workers and dataset.ends and config.persistent_workers),
             )
-        self._pool = self._new_pool()
-        self._began = 0
-        self._process = 0
-        self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
-        self._copies = Copies(self._pin, config.device) if self._pin or config.device is not None else None
-        self._source: Iterator[LaneBatch] | None = None
-        self._held: deque[LaneBatch] = deque()
-        self._last: Any = None
-        self._resumed = False
-        self._pass = 0
-        self._used_last: object = None  # the mark of an iterator, which itself would form a circle
-        self._seconds = [0.0] * (3 + len(REQUESTS))
-        self._steps = 0
-        self._epoch_length = dataset.epoch_length(config.dp_size)
-        # Runs that nobody closes end with the loader or with the process; a worker's copy of the loader is no run.
-        weakref.finalize(self, _name_losses, dataset, self._position, os.getpid())
-        self._say_what_is_idle()
+        advise(self._position)
 
     # Delivering ------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator type
-        self._check_process()
-        position = self._position
-        if isinstance(position, FinitePass):
-            in_order = not self.spec.shuffled  # validation starts again, training continues
-            if position.is_over or (in_order and not self._resumed):
-                position.rewind()
-                # Workers that run on have the listing of the pass that they were started in.
-                listed = self.spec.shuffled and self.spec.listed
-                self._began = 0
-                if listed or not (self.persistent_workers and self._pool.again(self._due())):
-                    self._stop()
-            self._resumed = False
-            self._pass += 1
-        virtual = self.spec.settings.virtual_epoch_length
-        if virtual is not None and position.epoch_steps >= virtual:
-            position.epoch_steps = 0
-        return _Iterator(self)
+        self._delivery.begin(persistent=self.persistent_workers)
+        return Iteration(self._delivery)
 
     def __len__(self) -> int:
         """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""
@@ -185,110 +138,11 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def deliver(self) -> Any:
         """Return the next microbatch of this rank."""
-        self._check_process()
-        position = self._position
-        virtual = self.spec.settings.virtual_epoch_length
-        if virtual is not None and position.epoch_steps >= virtual:
-            raise StopIteration
-        while not position.is_over:
-            if position.is_masked:
-                position.advance()
-                return self._masked()
-            item = self._taken()
-            position.take(item)
-            position.advance()
-            position.counts.add(item.counts)
-            if not position.ownership.even:
-                self._last = item.batch
-            self._steps += 1
-            if self._ends_an_epoch():
-                self._name_losses(AT_EPOCH)
-                if not self.spec.ends and virtual is None and not self.config.dp_rank:
-                    _say_endless()
-            if item.rows or self.spec.settings.conventions.masks:
-                if self._copies is not None:
-                    self._copy_ahead()
-                return item.batch
-        raise StopIteration
+        return self._delivery.next()
 
-    def _ends_an_epoch(self) -> bool:
-        """Whether the pass, the virtual epoch, or the epoch of the data is over with the microbatch just delivered."""
-        position = self._position
-        virtual = self.spec.settings.virtual_epoch_length
-        if virtual is not None:
-            return position.epoch_steps >= virtual
-        return position.is_over if self.spec.ends else not self._steps % self._epoch_length
-
-    def _pull(self) -> LaneBatch:
-        try:
-            if self._source is None:
-                self._source = self._opened()
-            item = next(self._source)
-        except BaseException:
-            self._stop()  # whatever comes next starts from the delivered state
-            raise
-        if self._copies is not None:
-            item.batch = self._copies.begin(item.batch)
-        return item
-
-    def _taken(self) -> LaneBatch:
-        """Return what is delivered next."""
-        if not self._held:
-            self._held.append(self._pull())
-        try:
-            item = self._held[0]
-            if item.reports:
-                self._report(item)
-            self._finish_copy(item)
-        except BaseException:
-            self._stop()
-            raise
-        for number, more in enumerate(item.seconds):
-            self._seconds[number] += more
-        return self._held.popleft()
-
-    def _finish_copy(self, item: LaneBatch) -> None:
-        if self._copies is not None and isinstance(item.batch, Future):
-            item.batch = self._copies.end(item.batch)
-
-    def _copy_ahead(self) -> None:
-        """Begin to copy the next microbatch if a worker has made it, while the trainer has the one before."""
-        if self.spec.ends or self._held or self._source is not self._pool:
-            return
-        # What it raises is met again, and raised, when that microbatch is due: the one before is delivered.
-        with contextlib.suppress(Exception):
-            if self._pool.next_is_ready():
-                self._held.append(self._pull())
-
-    def _report(self, item: LaneBatch) -> None:
-        """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
-        spec = self.spec
-        config = self.config
-        position = self._position
-        spec.failure_log.write(item.reports, config.dp_rank, config.dp_size)
-        check_rates(position, item, spec.settings.error_policy, spec.failure_log)
-
-    def _name_losses(self, least: int) -> None:
-        """Warn of datasets that have lost much, each once."""
-        name_losses(self._position, self.spec.failure_log, least=least)
-
-    def _masked(self) -> Any:
-        """Return a microbatch that does not exist: real rows with the mask all false."""
-        if self._last is None and not self._held:
-            self._held.append(self._pull())
-        if self._held:
-            self._finish_copy(self._held[-1])
-        batch = copy.copy(self._last if self._last is not None else self._held[-1].batch)
-        valid = batch.get("__valid__") if isinstance(batch, dict) else getattr(batch, "__valid__", None)
-        if valid is None:
-            raise ConfigurationError(
-                f"{self.config.dp_size} ranks do not divide {self._position.plan.num_lanes} lanes, so some "
-                f"microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: "
-                "return a Batch, dataclass or dict from encode_batch, or use a number of ranks that divides num_lanes"
-            )
-        attach(batch, "__valid__", torch.zeros_like(valid))
-        mask_loss(batch)
-        return batch
+    @property
+    def _position(self) -> Position:
+        return self._delivery.position
 
     @property
     def ownership(self) -> Ownership:
@@ -303,138 +157,24 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     @property
     def make_seconds(self) -> float:
         """Time that all processes took for the microbatches delivered since this loader was made."""
-        return self._seconds[0]
+        return self._delivery.seconds[0]
 
     @property
     def pins(self) -> bool:
         """Whether batches are copied to pinned memory."""
-        return self._pin
-
-    # Processes -------------------------------------------------------------------------------------------------------
-
-    def _say_what_is_idle(self) -> None:
-        """Warn of ranks and workers that the lanes of the run, or the cores of the machine, cannot keep busy."""
-        if self.config.dp_rank == 0:
-            _say_crowded(self.config.num_workers, available_cores())
-        if self.spec.ends:
-            return
-        ownership = self._position.ownership
-        workers = self.config.num_workers
-        lanes = ownership.num_lanes
-        ranks = ownership.world_size
-        nearest = ownership.nearest_even_world_size()
-        self.spec.settings.conventions.check_ranks(ownership)
-        if not ownership.even and self.config.dp_rank == 0:
-            logger.warning(
-                "%d data-parallel ranks do not divide %d lanes, so %.0f %% of the microbatches are masked (the others "
-                "do not change); %d ranks would waste none",
-                *(ranks, lanes, 100 * ownership.masked_share, nearest),
-            )
-        if self.spec.buckets is not None and self.config.dp_rank == 0:
-            _say_repeated(self.spec.buckets.smaller(self.config.microbatches_per_global_batch or lanes))
-        buffer = self.spec.settings.packing_buffer_size
-        if buffer is not None and self.config.dp_rank == 0 and self._position.plan.packs_by_epoch:
-            shortest, leaf = min(epochs_by_leaf(self.spec), key=lambda each: each[0])
-            if lanes > 1 and IN_BUFFERS * lanes * buffer > shortest:
-                streams = self._position.plan.streams
-                mixed = len(self.spec.ordered) > 1
-                _say_small(leaf.dataset.path, int(shortest), lanes, streams, buffer, mixed)
-        busy = len(self._position.own_lanes)
-        if workers > busy:
-            shared = counted(lanes, "lane"), counted(ranks, "rank")
-            logger.warning("only %d of %d workers have a lane to load: %s, %s", busy, workers, *shared)
-
-    def _due(self) -> Iterator[tuple[int, int]]:
-        """Give the units of this rank from the delivered position on, each with the number of its worker."""
-        return self._position.units(self._began)
-
-    def _opened(self) -> Iterator[LaneBatch]:
-        """Start making the units from the delivered position on, here or in workers."""
-        self._held.clear()
-        self._process = os.getpid()
-        self._began = self._position.microbatches
-        if self.config.num_workers:
-            self._pool.begin(self._due())
-            return self._pool
-        keep_freed_memory()
-        units = (unit for unit, _ in self._due())
-        stream = self._position.stream(self.watchdog)
-        return Production(stream, units, self.config.prefetch_factor)
-
-    def _new_pool(self) -> WorkerPool:
-        config = self.config
-        pool = WorkerPool
-        engine: Engine = LocalProcesses(config.start_method)
-        if config.worker_engine != "process":
-            workers = load("workers", str(config.worker_engine))
-            engine, pool = workers(config, self.watchdog, finite=self.spec.ends)
-        return pool(
-            self,
-            config.num_workers,
-            engine=engine,
-            max_restarts=config.max_worker_restarts,
-            watchdog=self.watchdog,
-            where=f"rank {config.dp_rank}",
-        )
+        return self._delivery.pins
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        position = self._position.for_worker()
-        for item, (lane, _) in zip(self._held, self._due(), strict=False):
-            assert item.state is not None  # only endless streams hold something back
-            position.lanes[lane] = item.state
-        return Work(
-            number=worker,
-            position=position,
-            ahead=self.config.prefetch_factor,
-            held_back=len(self._held),
-            began=self._began,
-            watchdog=self.watchdog,
-            barred=barred,
-            careful=careful,
-        )
+        """Return what a worker of this loader is to do, from what was delivered on."""
+        return self._delivery.work(worker, barred, careful)
 
     def leaves(self) -> Sequence[Leaf]:
         """Return the leaves of the mix, in the order of the run."""
         return self._position.plan.leaves
 
-    @property
-    def _is_foreign(self) -> bool:
-        """Whether another process, of which this one is a fork, has started what makes the units."""
-        return self._source is not None and self._process != os.getpid()
-
-    def _check_process(self) -> None:
-        if self._is_foreign:
-            raise ForkedLoaderError(
-                f"this loader delivers in process {self._process}; this is process {os.getpid()}, a fork without its "
-                "workers and threads. Make a loader in this process and restore the state of the other, or call "
-                "close() on this copy, which then starts its own workers from its current position"
-            )
-
-    def _stop(self) -> None:
-        if isinstance(self._source, Production) and not self._is_foreign:
-            self._source.close()
-        self._stop_workers()
-        self._source = None
-        self._held.clear()
-
-    def _stop_workers(self) -> None:
-        if self._is_foreign:  # nothing of it is this process's to stop
-            self._pool.forget()
-        elif self.config.num_workers:
-            self._pool.stop()
-
     def close(self) -> None:
         """Stop workers and threads; the next batch starts them again."""
-        self._stop()
-        if self._copies is not None:
-            self._copies.close()
-        self._name_losses(AT_END)
-
-    def __del__(self) -> None:
-        # Threads end with their `Production`; the garbage collector may call this on one that must not wait for them.
-        # At the interpreter's end no workers are left (`pool` has stopped them), and modules may be gone already.
-        if "_source" in self.__dict__ and self._pool.has_workers:
-            self._stop_workers()
+        self._delivery.close()
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -468,8 +208,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             `dropped` (also skipped), `truncated`, `split`, and the `pieces` of the split ones. `bytes` of the samples
             drawn. `ready`: microbatches made and not yet taken. Times end in `_seconds`, sizes in `_bytes`.
         """
-        self._name_losses(AT_ANY_TIME)
-        return flat_metrics(self.counters(), self._pool, self._seconds)
+        name_losses(self._position, self.spec.failure_log, least=AT_ANY_TIME)
+        return flat_metrics(self.counters(), self._delivery.pool, self._delivery.seconds)
 
     def restore_state_rank(
         self, state: doc.State | Sequence[doc.State], *, on_mismatch: OnMismatch | None = None
@@ -492,18 +232,14 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         saved = read_all(state if isinstance(state, (list, tuple)) else [state])
         before = self._position.plan.num_lanes
         self._position.go_on_from(saved, on_mismatch or self.on_mismatch)
-        self._stop()
-        self._last = None
-        self._resumed = True
+        self._delivery.moved()
         if self._position.plan.num_lanes != before:
-            self._say_what_is_idle()
+            advise(self._position)
 
     def seek(self, step: int) -> None:
         """Go to a step of the run, as if no sample before it had been skipped; only arithmetic, nothing is read."""
         self._position.seek(step)
-        self._stop()
-        self._last = None
-        self._resumed = True
+        self._delivery.moved()
 
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], *, from_draw: int | None = None) -> int:
         """Change the weights of a blend while it runs; the change is part of the state. All ranks must call it alike.
@@ -521,7 +257,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             ConfigurationError: That draw has been made, the stream has no weights, or a dataset has none.
         """
         start = self._position.set_weights(weights, from_draw)
-        self._stop()  # batches made ahead used the old weights
+        self._delivery.stop()  # batches made ahead used the old weights
         return start
 
     def ban(
@@ -557,8 +293,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         before = self._position.plan
         start = self._position.ban(keys, from_draw, dataset, ignore_unknown)
         if self._position.plan is not before:
-            self._stop()  # batches made ahead contain them, and so does the one that a masked microbatch would repeat
-            self._last = None
+            self._delivery.stop()  # batches made ahead contain them
+            self._delivery.last = None  # and so does what a masked microbatch would repeat
         return start
 
     def save_state_global(self, global_dst_rank: int | None = None) -> doc.State | None:
@@ -617,100 +353,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return open_pipeline(plan, threads=0, delivered=range(len(plan.leaves)))
 
 
-class _Iterator:
-    """What `iter(loader)` returns; a finite one ends when a later pass begins.
-
-    Several over one endless stream share its microbatches. With a virtual epoch each takes those that its epoch had
-    left when it was first used, as with megatron-energon; the state has the epoch of the one that was used last.
-    """
-
-    def __init__(self, loader: SavableDataLoader) -> None:
-        self._loader = loader
-        self._pass = loader._pass
-        self._mark = object()
-        self._epoch_steps: int | None = None  # of its virtual epoch; None: not used yet
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        loader = self._loader
-        if loader._pass != self._pass:
-            raise StopIteration
-        virtual = loader.spec.settings.virtual_epoch_length
-        position = loader._position
-        if virtual is None or loader.spec.ends:
-            return loader.deliver()
-        if self._epoch_steps is None:
-            position.epoch_steps %= virtual
-        elif loader._used_last is not self._mark:
-            position.epoch_steps = self._epoch_steps
-        loader._used_last = self._mark
-        try:
-            return loader.deliver()
-        finally:
-            self._epoch_steps = position.epoch_steps
-
-
-def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
-    if os.getpid() == process:
-        name_losses(position, spec.failure_log, least=AT_END)
-
-
 class _NoSamples(torch.utils.data.IterableDataset[Any]):
     """The `dataset` of a loader, for trainers that ask: no sampler can be put in its place, and it has no samples."""
 
     def __iter__(self) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
-
-
-@cache
-def _say_endless() -> None:
-    """Say once that a loop over a training stream does not end by itself."""
-    logger.warning(
-        "an epoch of the data is over, and the stream goes on: a trainer ends at its last step (train.max_steps of a "
-        "configuration); repeat=False or virtual_epoch_length=… of get_train_dataset end an iterator"
-    )
-
-
-@cache
-def _say_repeated(small: tuple[str, ...]) -> None:
-    """Warn once of buckets smaller than a global batch."""
-    if small:
-        logger.warning(
-            "group_by: %s: a global batch repeats their samples. Make the tiers wider, lower bucket_batch_size, or "
-            "leave them out by a filter",
-            "; ".join(small[:3]) + f"; and {len(small) - 3} more" * (len(small) > 3),
-        )
-
-
-@cache
-def _say_small(path: str, draws: int, lanes: int, buffers: int, size: int, mixed: bool) -> None:
-    """Warn once of buffers that together hold much of an epoch of a dataset, `draws` samples of the run."""
-    consequence = (
-        f"So the lanes share {counted(buffers, 'buffer')}, and a process encodes all samples of its lanes' buffers: "
-        f"with more than {counted(buffers, 'process', 'processes')}, some do the same work"
-        + "; samples of later epochs still come early"
-        * (mixed and IN_BUFFERS * buffers * size > draws)
-        if buffers < lanes
-        else "Packs are filled from small parts of an epoch, and in a mix samples of later epochs come early"
-    )
-    logger.warning(
-        "%s is small for packing: %d lanes with packing_buffer_size=%d are more than an eighth of its epoch of %s. %s. "
-        "Fewer lanes (num_lanes of WorkerConfig or the data module, at least one for each rank) or a smaller buffer "
-        "avoid it",
-        *(path, lanes, size, counted(draws, "sample"), consequence),
-    )
-
-
-@cache
-def _say_crowded(workers: int, cores: int) -> None:
-    """Warn once of more workers than there are cores."""
-    if workers > cores:
-        logger.warning(
-            "num_workers=%d, but this process may use %s: more workers only slow each other down. Set num_workers "
-            "to %d or less, or give the process more cores (--cpus-per-task of SLURM, the limits of a container)",
-            workers,
-            counted(cores, "core"),
-            cores,
-        )

@@ -43,7 +43,7 @@ def test_the_next_microbatch_is_on_its_way_and_not_in_the_state(data: Path) -> N
         for expected, batch in islice(zip(plain, loader, strict=True), 60):
             assert digest(batch) == digest(expected)
             assert loader.save_state_rank() == plain.save_state_rank()
-            ahead += len(loader._held)
+            ahead += len(loader._delivery._held)
         assert ahead > 40
         state = loader.save_state_rank()
         expected_next = digest(next(iter(plain)))
@@ -98,7 +98,13 @@ def until_the_error(data: Path, device: str | None) -> tuple[list[str], Any]:
             for batch in loader:
                 found.append(digest(batch))
                 # Without workers, the error has come while it looked ahead.
-                wait_until(lambda: bool(loader._held) or not loader._pool._workers or loader._pool.next_is_ready())
+                wait_until(
+                    lambda: (
+                        bool(loader._delivery._held)
+                        or not loader._delivery.pool._workers
+                        or loader._delivery.pool.next_is_ready()
+                    )
+                )
 
         with pytest.raises(FatalSampleError, match="cannot go on"):
             run()

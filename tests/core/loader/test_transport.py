@@ -227,7 +227,7 @@ def loader_of(data: Path, elements: int, **kwargs: Any) -> SavableDataLoader:
 
 
 def arenas_of(loader: SavableDataLoader) -> list[Arena]:
-    return [worker.arena for worker in loader._pool._workers if worker.arena is not None]
+    return [worker.arena for worker in loader._delivery.pool._workers if worker.arena is not None]
 
 
 def used_slots(loader: SavableDataLoader) -> int:

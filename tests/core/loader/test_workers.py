@@ -71,8 +71,13 @@ class Restless(LocalProcesses):
 def restless(loader: SavableDataLoader, after: int = 0) -> Restless:
     engine, config = Restless(after), loader.config
     restarts = config.max_worker_restarts
-    loader._pool = MovingPool(
-        loader, config.num_workers, engine=engine, max_restarts=restarts, watchdog=loader.watchdog, where="rank 0"
+    loader._delivery.pool = MovingPool(
+        loader._delivery,
+        config.num_workers,
+        engine=engine,
+        max_restarts=restarts,
+        watchdog=loader.watchdog,
+        where="rank 0",
     )
     return engine
 
@@ -86,7 +91,7 @@ def test_workers_go_on_elsewhere_and_do_not_change_the_stream(
     settings = {"prefetch_factor": prefetch, "max_worker_restarts": 1000}
     with closing(loader_of(data, 2, SkippingEncoder(), **settings)) as loader:
         engine, found, kills = restless(loader), list[str](), 0
-        pool: Any = loader._pool
+        pool: Any = loader._delivery.pool
         while pool.moves < 4:
             found += [digest(batch) for batch in islice(loader, 5)]
             if pool.moves > kills:
@@ -121,7 +126,7 @@ def test_a_worker_that_fails_elsewhere_stays(data: Path, tmp_path: Path, caplog:
     dataset = train_dataset(data, task_encoder=NotThere(tmp_path), error_policy=ErrorPolicy(on_error="raise"))
     with closing(get_savable_loader(dataset, worker_config=config_of(1, 2))) as loader:
         engine = restless(loader, after=10)
-        stream, pool = iter(loader), cast(Any, loader._pool)
+        stream, pool = iter(loader), cast(Any, loader._delivery.pool)
         found = [digest(next(stream)) for _ in range(10)]
         while engine.started < 3 or pool._rivals:
             found.append(digest(next(stream)))

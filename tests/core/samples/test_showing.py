@@ -386,7 +386,7 @@ def transparent_png() -> bytes:
 @pytest.fixture
 def said_anew() -> Iterator[None]:
     """Forget what was said before, and afterwards."""
-    from energon_bridge.core.loader.savable import _say_crowded
+    from energon_bridge.core.loader.advice import _say_crowded
     from energon_bridge.models.images.images import _said
 
     for forget in (_say_crowded.cache_clear, _said.clear):
@@ -420,7 +420,7 @@ def test_more_workers_than_cores_are_named_once(
     data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
-    with caplog.at_level(logging.WARNING, logger="energon_bridge.core.loader.savable"):
+    with caplog.at_level(logging.WARNING, logger="energon_bridge.core.loader.advice"):
         for rank in (1, 0, 0):
             get_loader(train_dataset(data, batch_size=1, worker_config=config(2, rank, num_workers=3)))
     messages = [message for message in caplog.messages if "cores" in message]

@@ -1,0 +1,93 @@
+"""Warnings of settings that waste something: ranks or workers without lanes, buffers and buckets that are too small."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from energon_bridge.core.loader.position import Position
+from energon_bridge.core.loader.run_data import epochs_by_leaf
+from energon_bridge.core.loader.run_plan import IN_BUFFERS
+from energon_bridge.core.samples.showing import counted
+from energon_bridge.core.worker_config import available_cores
+
+logger = logging.getLogger(__name__)
+
+
+def advise(position: Position) -> None:
+    """Warn of ranks and workers that the lanes of the run, or the cores of the machine, cannot keep busy."""
+    plan = position.plan
+    config = plan.config
+    spec = plan.data
+    if config.dp_rank == 0:
+        _say_crowded(config.num_workers, available_cores())
+    if spec.ends:
+        return
+    ownership = position.ownership
+    workers = config.num_workers
+    lanes = ownership.num_lanes
+    ranks = ownership.world_size
+    nearest = ownership.nearest_even_world_size()
+    spec.settings.conventions.check_ranks(ownership)
+    if not ownership.even and config.dp_rank == 0:
+        logger.warning(
+            "%d data-parallel ranks do not divide %d lanes, so %.0f %% of the microbatches are masked (the others "
+            "do not change); %d ranks would waste none",
+            *(ranks, lanes, 100 * ownership.masked_share, nearest),
+        )
+    if spec.buckets is not None and config.dp_rank == 0:
+        _say_repeated(spec.buckets.smaller(config.microbatches_per_global_batch or lanes))
+    buffer = spec.settings.packing_buffer_size
+    if buffer is not None and config.dp_rank == 0 and position.plan.packs_by_epoch:
+        shortest, leaf = min(epochs_by_leaf(spec), key=lambda each: each[0])
+        if lanes > 1 and IN_BUFFERS * lanes * buffer > shortest:
+            streams = position.plan.streams
+            mixed = len(spec.ordered) > 1
+            _say_small(leaf.dataset.path, int(shortest), lanes, streams, buffer, mixed)
+    busy = len(position.own_lanes)
+    if workers > busy:
+        shared = counted(lanes, "lane"), counted(ranks, "rank")
+        logger.warning("only %d of %d workers have a lane to load: %s, %s", busy, workers, *shared)
+
+
+@cache
+def _say_repeated(small: tuple[str, ...]) -> None:
+    """Warn once of buckets smaller than a global batch."""
+    if small:
+        logger.warning(
+            "group_by: %s: a global batch repeats their samples. Make the tiers wider, lower bucket_batch_size, or "
+            "leave them out by a filter",
+            "; ".join(small[:3]) + f"; and {len(small) - 3} more" * (len(small) > 3),
+        )
+
+
+@cache
+def _say_small(path: str, draws: int, lanes: int, buffers: int, size: int, mixed: bool) -> None:
+    """Warn once of buffers that together hold much of an epoch of a dataset, `draws` samples of the run."""
+    consequence = (
+        f"So the lanes share {counted(buffers, 'buffer')}, and a process encodes all samples of its lanes' buffers: "
+        f"with more than {counted(buffers, 'process', 'processes')}, some do the same work"
+        + "; samples of later epochs still come early"
+        * (mixed and IN_BUFFERS * buffers * size > draws)
+        if buffers < lanes
+        else "Packs are filled from small parts of an epoch, and in a mix samples of later epochs come early"
+    )
+    logger.warning(
+        "%s is small for packing: %d lanes with packing_buffer_size=%d are more than an eighth of its epoch of %s. %s. "
+        "Fewer lanes (num_lanes of WorkerConfig or the data module, at least one for each rank) or a smaller buffer "
+        "avoid it",
+        *(path, lanes, size, counted(draws, "sample"), consequence),
+    )
+
+
+@cache
+def _say_crowded(workers: int, cores: int) -> None:
+    """Warn once of more workers than there are cores."""
+    if workers > cores:
+        logger.warning(
+            "num_workers=%d, but this process may use %s: more workers only slow each other down. Set num_workers "
+            "to %d or less, or give the process more cores (--cpus-per-task of SLURM, the limits of a container)",
+            workers,
+            counted(cores, "core"),
+            cores,
+        )
