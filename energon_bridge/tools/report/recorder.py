@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import islice
+from operator import itemgetter
 from typing import Any, Self
 
 import torch
@@ -25,6 +25,7 @@ from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import State, read
+from energon_bridge.core.stream.restore_keys import SampleKey, read_key
 from energon_bridge.core.stream.state import COUNTERS
 
 MOST_POINTS = 1000
@@ -43,9 +44,7 @@ _LOSSES_AT_ONCE = 100
 """Losses that are read from the device together, so that no step waits for it."""
 
 
-RestoreKey = tuple[Any, ...]
-"""Identity of the dataset, index, epoch and output of a sample, as batches have it."""
-HighLoss = tuple[float, float, int, int, list[str], int, list[RestoreKey]]
+HighLoss = tuple[float, float, int, int, list[str], int, list[SampleKey]]
 """What `RunRecorder.highest` has of a microbatch."""
 
 
@@ -153,7 +152,7 @@ class RunRecorder:
         self._microbatches = self._rank = 0
         self._of_other = (0.0, 0.0)  # seconds and waiting that a restored state of another rank had
         self._pending: list[tuple[int, Tensor]] = []
-        self._pending_batches: list[tuple[Tensor, int, int, list[str], list[RestoreKey]]] = []
+        self._pending_batches: list[tuple[Tensor, int, int, list[str], Any]] = []
         self._marks = (0.0, 0.0)
         self._seen = (0.0, 0.0)
 
@@ -195,7 +194,9 @@ class RunRecorder:
 
     def microbatch_loss(self, batch: Any, step: int, loss: Tensor, number: int) -> None:
         """Record the loss of a microbatch of a step, the `number`-th of this process; NaN: it has none."""
-        self._pending_batches.append((loss.detach().reshape(()), step, number, _keys(batch), _samples(batch)))
+        self._pending_batches.append(
+            (loss.detach().reshape(()), step, number, _keys(batch), _field(batch, "__restore_key__"))
+        )
         if len(self._pending_batches) >= _LOSSES_AT_ONCE:
             self._flush_batches()
 
@@ -261,13 +262,16 @@ class RunRecorder:
         self._pending_batches = []
         if pending:
             values = torch.stack([loss.float() for loss, *_ in pending]).tolist()
+            latest: list[Any] = []
             for value, entry in zip(values, pending, strict=True):
                 if math.isfinite(value):
                     above = value - statistics.median(self._before or [value])
-                    _, step, number, keys, samples = entry
-                    self.highest.append((above, value, step, number, keys, self._rank, samples))
+                    _, step, number, keys, key = entry
+                    latest.append((above, value, step, number, keys, self._rank, key))
                     self._before.append(value)
-            self.highest = heapq.nlargest(MOST_SLOW, self.highest)
+            highest = heapq.nlargest(MOST_SLOW, [*self.highest, *latest], key=itemgetter(slice(6)))
+            # Only of these few is the key read.
+            self.highest = [(*one[:6], one[6] if isinstance(one[6], list) else _samples(one[6])) for one in highest]
 
     def flush(self) -> None:
         """Read the losses that are still on the device."""
@@ -300,7 +304,15 @@ class RunRecorder:
         self.validation, self.rate = (Curve(*state.get(name, (1, ()))[::-1]) for name in ("validation", "rate"))
         self._rank = state.get("rank", 0)
         self.highest = [
-            (above, value, step, number, list(keys), rank, [tuple(one) for one in (samples or [[]])[0]])
+            (
+                above,
+                value,
+                step,
+                number,
+                list(keys),
+                rank,
+                [(one[0], one[1], one[2], one[3]) for one in (samples or [[]])[0]],
+            )
             for above, value, step, number, keys, rank, *samples in state.get("high", ())
         ]
         self.slowest = [
@@ -408,8 +420,12 @@ def _make_seconds(loader: EnergonDataloader | None) -> float | None:
     return None if loader is None else getattr(loader.loader, "make_seconds", None)
 
 
+def _field(batch: Any, name: str) -> Any:
+    return batch.get(name) if isinstance(batch, dict) else getattr(batch, name, None)
+
+
 def _keys(batch: Any) -> list[str]:
-    keys = batch.get("__key__") if isinstance(batch, dict) else getattr(batch, "__key__", None)
+    keys = _field(batch, "__key__")
     if keys is None:
         return []
     keys = [keys] if isinstance(keys, str) else list(keys)
@@ -417,19 +433,13 @@ def _keys(batch: Any) -> list[str]:
     return [str(key)[:_MOST_KEY] for key in keys[:_MOST_KEYS]] + more
 
 
-def _samples(batch: Any) -> list[RestoreKey]:
-    """Return the restore keys of the first samples of a batch; none if it has others than loaders give."""
-    key = batch.get("__restore_key__") if isinstance(batch, dict) else getattr(batch, "__restore_key__", None)
-    return list(islice(_of_samples(key), _MOST_KEYS))
-
-
-def _of_samples(key: Any) -> Iterator[RestoreKey]:
-    match key:
-        case ("Batch", _, _, keys, *_) | ("Pack", _, keys, *_):
-            for one in keys:
-                yield from _of_samples(one)
-        case (str(), int(), int(), int()):
-            yield tuple(key)
+def _samples(key: Any) -> list[SampleKey]:
+    """Return the keys of the first samples of a batch by its restore key; none if it is not of this package."""
+    try:
+        named = read_key(key)
+    except LookupError:
+        return []
+    return list(named.samples[:_MOST_KEYS])
 
 
 def _datasets(loader: Any, spec: DatasetSpec) -> Iterator[DatasetRow]:

@@ -19,7 +19,7 @@ data = made_once(create_captioning_test_dataset, num_train=40, num_val=4)
 OPEN = """
 import sys, torch, os
 from energon_bridge import *
-from energon_bridge.tools.preview.sample_source import Drawn, SampleSource
+from energon_bridge.tools.preview.sample_source import DrawnSample, SampleSource
 path = sys.argv[1]
 def config(workers=0, **settings):
     return WorkerConfig(rank=0, world_size=1, num_workers=workers, num_lanes=2, **settings)
@@ -38,7 +38,8 @@ store = WebdatasetFileStore(path)
 pool = FileStoreCachePool(num_workers=1)
 key = batches[3].__key__[0]
 held = pool.get_lazy(store, key + ".txt"), pool.to_cache(b"abc", "name"), store[key + ".txt"]
-shown = SampleSource(train()).records([Drawn(key=one) for one in batches[0].__restore_key__[3]], lambda record: record)
+drawn = [DrawnSample(key=one) for one in batches[0].__restore_key__[3]]
+shown = SampleSource(train()).records(drawn, lambda record: record)
 first = next(shown)
 """
 ENDS = {
