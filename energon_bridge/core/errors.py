@@ -24,7 +24,7 @@ What each means stands at its class::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -288,6 +288,19 @@ class SkipSample(Exception):  # noqa: N818 - the name that energon users know
         ...             raise SkipSample
         ...         return sample
     """
+
+
+_CALLED: dict[str, str] = {}
+
+
+def call_settings(names: Mapping[str, str]) -> None:
+    """Let messages name settings as the program that runs reads them, too: `batch_size` as `data.micro_batch_size`."""
+    _CALLED.update(names)
+
+
+def called(setting: str) -> str:
+    """Return what the program that runs calls a setting, to append to its name: " (data.micro_batch_size)", or ""."""
+    return f" ({_CALLED[setting]})" if setting in _CALLED else ""
 
 
 def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError, did_you_mean
+from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError, call_settings, did_you_mean
 from energon_bridge.core.storage import write_file
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
 
@@ -34,6 +34,14 @@ _SET_BY_TRAINING = (
     *("repeat", "virtual_epoch_length", "decoder_seq_length"),
 )
 """Settings of the data module that have other keys, or none: training decides how long it lasts."""
+_CALLED = {
+    "batch_size": "data.micro_batch_size",
+    "max_steps": "train.max_steps",
+    "on_mismatch": "data.on_mismatch=adapt",
+    "today": "data.today",
+    "trust_remote_code": "data.trust_remote_code=true",
+}
+"""What settings that messages name are called in a configuration."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, inputs: bool = False) -> RunConfig:
@@ -48,6 +56,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, input
         ConfigurationError: The file cannot be read, or values are wrong: all of them are named.
         UnknownArgumentError: A key does not exist, and nothing else is wrong.
     """
+    call_settings(_CALLED)
     values = {} if path is None else _read(find_config(path))
     wrong: list[tuple[str, ConfigurationError]] = []
     for text in overrides:

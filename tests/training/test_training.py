@@ -214,7 +214,7 @@ def test_a_run_in_a_folder_stays_unless_it_is_to_be_replaced(smoke: RunConfig) -
     assert training.run(longer, overwrite=True).step == 2
     assert list(read_losses(run_dir)) == [1, 2]
     assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
-    with pytest.raises(BatchSizeMismatchError):
+    with pytest.raises(BatchSizeMismatchError, match=r"set batch_size=\d+ \(data.micro_batch_size\) to resume"):
         training.run(replace(longer, data=replace(longer.data, micro_batch_size=1)), resume=True)
     assert load_config(run_dir / "config.yaml") == longer
 

@@ -25,6 +25,7 @@ from energon_bridge.core.errors import (
     MetadataError,
     ShardMissingError,
     UntrustedCodeError,
+    called,
     did_you_mean,
 )
 from energon_bridge.core.format.documents import DocumentValue, parse_document
@@ -327,15 +328,15 @@ def import_class(module: str, name: str, *, root: str, where: str, trust: bool) 
         raise MetadataError(f"{where}: cannot import {module}.{name}: {error}") from error
 
 
-TRUST = (
-    "trust_remote_code=True (commands and python -m energon_bridge.compat: --trust-remote-code; a configuration: "
-    "data.trust_remote_code=true)"
-)
+def trust() -> str:
+    """Return how a caller trusts code."""
+    commands = "commands and python -m energon_bridge.compat: --trust-remote-code"
+    return f"trust_remote_code=True{called('trust_remote_code')} ({commands})"
 
 
 def untrusted(root: str, what: str, hint: str = "") -> UntrustedCodeError:
     """Build the error for code that a dataset contains or names and that the caller does not trust."""
-    return UntrustedCodeError(f"{root}: the dataset wants to run code: {what}.{hint} If you trust it, pass {TRUST}.")
+    return UntrustedCodeError(f"{root}: the dataset wants to run code: {what}.{hint} If you trust it, pass {trust()}.")
 
 
 def fields_of(made: Mapping[str, Any]) -> dict[str, Any]:

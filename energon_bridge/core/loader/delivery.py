@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError
+from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, called
 from energon_bridge.core.loader.copies import Copies
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import AT_END, AT_EPOCH, check_rates, name_losses
@@ -352,6 +352,7 @@ def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
 def _say_endless() -> None:
     """Say once that a loop over a training stream does not end by itself."""
     logger.warning(
-        "an epoch of the data is over, and the stream goes on: a trainer ends at its last step (train.max_steps of a "
-        "configuration); repeat=False or virtual_epoch_length=… of get_train_dataset end an iterator"
+        "an epoch of the data is over, and the stream goes on: a trainer ends at its last step%s; repeat=False or "
+        "virtual_epoch_length=… of get_train_dataset end an iterator",
+        called("max_steps"),
     )

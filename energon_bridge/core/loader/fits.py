@@ -18,6 +18,7 @@ from energon_bridge.core.errors import (
     SplitMismatchError,
     StateFormatError,
     StepMismatchError,
+    called,
 )
 from energon_bridge.core.loader.document import OF_THE_RUN, WHAT_A_STATE_IS, SavedRun, State, read, shown, write
 from energon_bridge.core.order.topology import microbatches_before
@@ -38,12 +39,6 @@ _AFFECTED = {
     "today": "the date that the chat template writes",
 }
 """What a setting changes, for those that change something other than the order."""
-
-_ALSO = {
-    "batch_size": " (data.micro_batch_size of a configuration)",
-    "today": " in the ChatConfig (data.today of a configuration), or leave it out,",
-}
-"""Where else a setting can be set."""
 
 _WINDOWS = ("balance_window", "balance_window_of", "balance_window_cost")
 """Settings of runs whose global batches were once cut from several together, by cost (see `_check_windows`)."""
@@ -88,8 +83,7 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
             + "\n".join(f"  {line}" for line in difference)
             + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
             "names of auxiliary stores. Restore the data and weights that the run started with, resume with "
-            'on_mismatch="adapt" (data.on_mismatch=adapt of a configuration) to continue with the new mix, or start a '
-            "new run"
+            f'on_mismatch="adapt"{called("on_mismatch")} to continue with the new mix, or start a new run'
         )
     return difference + of_the_mix
 
@@ -158,7 +152,7 @@ def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
             "saved, and the order of samples depends on them: restore the column, or resume with "
             'on_mismatch="adapt" to continue with the new values'
         )
-    also = _ALSO.get(name, "")
+    also = f" in the ChatConfig{called(name)}, or leave it out," if name == "today" else called(name)
     return _SETTING_ERRORS.get(name, SettingMismatchError)(
         f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
         f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r}{also} to resume, or "

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 from energon_bridge.core.errors import ConfigurationError, EnergonError, MetadataError, UntrustedCodeError
 from energon_bridge.core.format.dataset import PreparedDataset
-from energon_bridge.core.format.dataset_config import TRUST, import_class, is_own
+from energon_bridge.core.format.dataset_config import import_class, is_own
 from energon_bridge.core.format.foreign import ForeignDataset
 from energon_bridge.core.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
 from energon_bridge.core.mix.paths import user_cache
@@ -105,8 +105,8 @@ def _find(joiner: Joiner, *, where: str, trust: bool) -> Any:
     except UntrustedCodeError:
         raise UntrustedCodeError(
             f"{where}: the mix wants to run code: {name}. Import its module in your program and, if it is a function, "
-            f"register it there with @energon_bridge.register_joiner; or, if you trust the mix, pass {TRUST} to import "
-            f"it by name."
+            "register it there with @energon_bridge.register_joiner; or, if you trust the mix, pass "
+            f"{trust()} to import it by name."
         ) from None
 
 
