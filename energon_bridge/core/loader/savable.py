@@ -30,7 +30,7 @@ from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.workers import Work
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.samples.showing import counted, described
-from energon_bridge.core.stream.again import describe, restore
+from energon_bridge.core.stream.again import describe, restore_sample
 from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.watchdog import WatchdogSettings
@@ -342,7 +342,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
-        return restore(self._pipeline(), tuple(restore_key))
+        return restore_sample(self._pipeline(), tuple(restore_key))
 
     def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
         """Name the samples of the `__restore_key__` of a batch or sample: dataset, shard and key of each."""

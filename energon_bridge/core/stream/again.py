@@ -58,7 +58,7 @@ def _encode_again(pipeline: Pipeline, row: BatchRow, sample: Any, key: SampleKey
     pipeline.code.failed(gone, [(ref.leaf, ref.sample)], counts, hook=Hook.RESTORE)
 
 
-def restore(pipeline: Pipeline, key: PlainKey) -> Any:
+def restore_sample(pipeline: Pipeline, key: PlainKey) -> Any:
     """Return the microbatch or sample with a restore key, encoded again.
 
     Raises:
