@@ -64,6 +64,7 @@ class Position:
         self.plan = plan
         self.mode = mode
         self.ownership = Ownership(plan.num_lanes, plan.config.dp_size, 0)
+        self._rank = plan.config.dp_rank
         self.microbatches = 0
         self.epoch = 0
         self.epoch_steps = 0
@@ -130,7 +131,7 @@ class Position:
 
     def lane(self) -> int | None:
         """Return the lane that this rank delivers next; None if its next microbatch does not exist."""
-        return self.ownership.lane_in_step(self.plan.config.dp_rank, self.microbatches)
+        return self.ownership.lane_in_step(self._rank, self.microbatches)
 
     def waiting(self, item: LaneBatch | None = None) -> Counter[int]:
         """Return how many samples of each leaf the lanes of this rank hold: drawn, and neither delivered nor lost.

@@ -57,6 +57,7 @@ class Pipeline:
         self.source = self.loading.source
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.code = UserCode(run.task_encoder, own, self.judge, self.source, words[0] if words else None)
+        self._ranks = settings.config.dp_size
         self._batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog = self._new_watchdog(activities)
@@ -216,7 +217,7 @@ class Pipeline:
         """Return the number of a microbatch as hooks see it."""
         # In a lane, `number` counts its own microbatches; a pass has no lanes.
         whole = number if lane < 0 else number * self.settings.num_lanes + lane
-        return self.conventions.batch_number(whole, ranks=self.settings.config.dp_size)
+        return self.conventions.batch_number(whole, ranks=self._ranks)
 
     def sample_numbers(self, lane: int) -> Callable[[int], int] | None:
         """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
