@@ -328,7 +328,7 @@ def import_class(module: str, name: str, *, root: str, where: str, trust: bool) 
         raise MetadataError(f"{where}: cannot import {module}.{name}: {error}") from error
 
 
-def trust() -> str:
+def how_to_trust() -> str:
     """Return how a caller trusts code."""
     commands = "commands and python -m energon_bridge.compat: --trust-remote-code"
     return f"trust_remote_code=True{called('trust_remote_code')} ({commands})"
@@ -336,7 +336,9 @@ def trust() -> str:
 
 def untrusted(root: str, what: str, hint: str = "") -> UntrustedCodeError:
     """Build the error for code that a dataset contains or names and that the caller does not trust."""
-    return UntrustedCodeError(f"{root}: the dataset wants to run code: {what}.{hint} If you trust it, pass {trust()}.")
+    return UntrustedCodeError(
+        f"{root}: the dataset wants to run code: {what}.{hint} If you trust it, pass {how_to_trust()}."
+    )
 
 
 def fields_of(made: Mapping[str, Any]) -> dict[str, Any]:

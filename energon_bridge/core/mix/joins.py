@@ -106,7 +106,7 @@ def _find(joiner: Joiner, *, where: str, trust: bool) -> Any:
         raise UntrustedCodeError(
             f"{where}: the mix wants to run code: {name}. Import its module in your program and, if it is a function, "
             "register it there with @energon_bridge.register_joiner; or, if you trust the mix, pass "
-            f"{trust()} to import it by name."
+            f"{how_to_trust()} to import it by name."
         ) from None
 
 
