@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 from energon_bridge.core.errors import ConfigurationError, EnergonError, MetadataError, UntrustedCodeError
 from energon_bridge.core.format.dataset import PreparedDataset
-from energon_bridge.core.format.dataset_config import import_class, is_own
+from energon_bridge.core.format.dataset_config import how_to_trust, import_class, is_own
 from energon_bridge.core.format.foreign import ForeignDataset
 from energon_bridge.core.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
 from energon_bridge.core.mix.paths import user_cache
