@@ -17,6 +17,7 @@ from energon_bridge.tools.cli.output import count_of, print_json, print_table
 from energon_bridge.tools.cli.run_options import mix_option, open_run, run_options
 
 if TYPE_CHECKING:
+    from energon_bridge.tools.forecast.planned_run import Run
     from energon_bridge.tools.forecast.samples import NamedMicrobatch
 
 _AT_A_TIME = 10_000
@@ -63,6 +64,33 @@ def command(
     --global-batch-size. A microbatch is counted over all ranks.
     """
     source += checkpoint
+    _check_options(source, step, until, microbatch, out)
+    run, notes = open_run(source, options, by_step=microbatch is None)
+    if microbatch is None and rank is not None and rank >= run.world_size:
+        raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {run.world_size}")
+    steps: Sequence[int] = range(step or 0, until) if until is not None else [step or 0]
+    named = _named(run, steps, microbatch, rank)
+    if out is not None:
+        rows = _write(out, ({"step": number} | values for number, one in named for values in _flat(_plain(one, row))))
+        click.echo(f"{count_of(rows, 'sample')} in {out}")
+        notes = [*_assumptions(run, _ends(run, steps) if microbatch is None else [microbatch]), *notes]
+    else:
+        chosen = list(named)
+        numbers = [one.microbatch for _, one in chosen if one.microbatch is not None]
+        notes = [*_assumptions(run, numbers or [microbatch or 0]), *notes]
+        microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in chosen]
+        if as_json:
+            print_json({"step": step, "assumption": notes[0], "microbatches": microbatches})
+            return
+        _print(microbatches, masked=sorted({one.rank for _, one in chosen if one.microbatch is None}))
+    for note in notes:
+        click.echo(note)
+
+
+def _check_options(
+    source: Sequence[str], step: int | None, until: int | None, microbatch: int | None, out: Path | None
+) -> None:
+    """Raise ConfigurationError for options that are missing or contradict each other."""
     if not source:
         raise ConfigurationError("give a mix, states, or --checkpoint FILE")
     if ((step is None) and (until is None)) == (microbatch is None):
@@ -71,43 +99,34 @@ def command(
         raise ConfigurationError(f"--out {out}: the name must end in .parquet or .json")
     if until is not None and (step or 0) >= until:
         raise ConfigurationError(f"--until {until} must be above --step {step}")
-    run, notes = open_run(source, options, by_step=microbatch is None)
-    from energon_bridge.core.order.topology import first_microbatch
-    from energon_bridge.tools.forecast.samples import assumption, name_microbatch, name_steps
 
-    if microbatch is None and rank is not None and rank >= run.world_size:
-        raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {run.world_size}")
-    steps: Sequence[int] = range(step or 0, until) if until is not None else [step or 0]
 
-    def named() -> Iterator[tuple[int | None, NamedMicrobatch]]:
-        if microbatch is not None:
-            yield None, name_microbatch(run, microbatch)
-            return
-        for number, some in zip(steps, name_steps(run, steps), strict=True):
-            yield from ((number, one) for one in some if rank is None or one.rank == rank)
+def _named(
+    run: Run, steps: Sequence[int], microbatch: int | None, rank: int | None
+) -> Iterator[tuple[int | None, NamedMicrobatch]]:
+    """Yield the microbatches of some steps, or of one rank in them, each with its step; or one by its number."""
+    from energon_bridge.tools.forecast.samples import name_microbatch, name_steps
 
-    if out is not None:
-        rows = _write(out, ({"step": number} | values for number, one in named() for values in _flat(_plain(one, row))))
-        click.echo(f"{count_of(rows, 'sample')} in {out}")
-        chosen = []
-    else:
-        chosen = list(named())
-    ends = [one.microbatch for _, one in chosen if one.microbatch is not None]
-    if out is not None and microbatch is None:
-        lanes = run.num_lanes
-        ranks = run.world_size
-        turns = (steps[0] * run.per_step, (steps[-1] + 1) * run.per_step - 1)
-        ends = [first_microbatch(turn, num_lanes=lanes, world_size=ranks) for turn in turns]
-    # Answers before and after a state rest on different assumptions.
-    notes[:0] = dict.fromkeys(assumption(run, m) for m in ((min(ends), max(ends)) if ends else (microbatch or 0,)))
-    microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in chosen]
-    if as_json and out is None:
-        print_json({"step": step, "assumption": notes[0], "microbatches": microbatches})
+    if microbatch is not None:
+        yield None, name_microbatch(run, microbatch)
         return
-    if out is None:
-        _print(microbatches, masked=sorted({one.rank for _, one in chosen if one.microbatch is None}))
-    for note in notes:
-        click.echo(note)
+    for number, some in zip(steps, name_steps(run, steps), strict=True):
+        yield from ((number, one) for one in some if rank is None or one.rank == rank)
+
+
+def _ends(run: Run, steps: Sequence[int]) -> list[int]:
+    """Return the numbers of the first microbatches of the first and the last turn of some steps."""
+    from energon_bridge.core.order.topology import first_microbatch
+
+    turns = (steps[0] * run.per_step, (steps[-1] + 1) * run.per_step - 1)
+    return [first_microbatch(turn, num_lanes=run.num_lanes, world_size=run.world_size) for turn in turns]
+
+
+def _assumptions(run: Run, microbatches: Sequence[int]) -> list[str]:
+    """Return what the answers rest on; those before and after a state rest on different assumptions."""
+    from energon_bridge.tools.forecast.samples import assumption
+
+    return [*dict.fromkeys(assumption(run, number) for number in (min(microbatches), max(microbatches)))]
 
 
 def _flat(microbatch: dict[str, Any]) -> Iterator[dict[str, Any]]:
