@@ -240,12 +240,12 @@ from .tools.check.quarantine import (
     quarantine_excludes as quarantine_excludes,
     read_quarantine as read_quarantine,
 )
+from .tools.columns.functions import (
+    AspectTiers as AspectTiers,
+)
 from .tools.columns.making import (
     add_column as add_column,
     image_size as image_size,
-)
-from .tools.columns.tiers import (
-    AspectTiers as AspectTiers,
 )
 from .tools.convert.shard_writer import (
     ShardWriter as ShardWriter,

@@ -36,7 +36,7 @@ API = {
         "Datasets and loaders",
         ("core.datasets", "core.worker_config", "core.loader", "core.dataloader", "trainers"),
     ),
-    "mixes": ("Mixes", ("core.mix", "tools.columns.tiers")),
+    "mixes": ("Mixes", ("core.mix", "tools.columns.functions")),
     "samples": ("Samples and batches", ("core.samples", "models.images.devices")),
     "encoders": (
         "Task encoders",

@@ -3,7 +3,7 @@
 Filters keep the samples for which one is true; costs of balance are the numbers that one gives.
 
 A subset of Python's grammar: column names, numbers, strings, True and False, comparisons (chained ones too), `in` and
-`not in` a literal list, `and`, `or`, `not`, + - * / // %, parentheses and the functions of `tiers.py`. Nothing is
+`not in` a literal list, `and`, `or`, `not`, + - * / // %, parentheses and the functions of `functions.py`. Nothing is
 executed: the syntax tree is walked, so an expression from a file is data. NaN compares false, except with `!=`.
 """
 
@@ -22,8 +22,8 @@ from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.foreign import ForeignDataset
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.jsonl import JsonlDataset
+from energon_bridge.tools.columns.functions import FUNCTIONS
 from energon_bridge.tools.columns.stored import column_of, read_columns
-from energon_bridge.tools.columns.tiers import FUNCTIONS
 
 _MOST_CHARACTERS = 4000
 _LARGEST = 2.0**62

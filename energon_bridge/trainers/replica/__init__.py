@@ -3,7 +3,8 @@
 A *replica* is the set of ranks that train on the same batches: the tensor-, context- and pipeline-parallel ranks that
 share a pure data-parallel rank. `groups` finds them, `structure` serialises a batch to plain values and tensors,
 `exchange` sends them with errors and answers, and `loader` is the loader that every rank of the replica holds.
-Across replicas, `balance` assigns the microbatches of a global batch to ranks by cost, and moves them.
+Across replicas, `balance` moves the microbatches of a global batch (`balanced` is its loader): `costs` says what one
+costs, `assignment` which rank runs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiers of sizes, as recipes of diffusion models have them: functions of expressions, and the same for encoders.
+"""The functions of expressions: tiers of sizes, as recipes of diffusion models have them, and the same for encoders.
 
 *Aspect ratios.* An image goes to the size, of all with sides that are multiples of `step`, whose ratio of sides is
 nearest to its own, as ratios. The sizes are, for each width, the one with the largest height that does not exceed the
