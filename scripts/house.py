@@ -4,8 +4,9 @@
     python scripts/house.py --list     # also: modules with one importer, types of one name, and the files of each way
 
 A module with one importer is one that only one other module imports (commands, which are found by name, are none).
-The way of a sample is every file of the package in which a function runs while one microbatch is delivered, once the
-loader runs; the way of a state likewise, while it is saved and while a new loader takes it.
+The way of a sample is every file of the package in which a function runs, on loading threads too, while some
+microbatches are delivered, once the loader has opened all its lanes; the way of a state likewise, while it is saved and
+while a new loader takes it, without the threads, which may still load ahead.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import argparse
 import ast
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -76,15 +79,20 @@ def types_of_one_name(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
     return {name: modules for name, modules in places.items() if len(modules) > 1}
 
 
-def files_of(act: Callable[[], Any]) -> list[str]:
-    """Return the files of the package in which a function runs during `act`."""
-    seen: set[str] = set()
+def noting(seen: set[str]) -> Callable[[FrameType, str, Any], None]:
+    """Return a profiler that notes the files of the package in which a function runs."""
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)) and frame.f_code.co_name != "<module>":
             seen.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
 
-    sys.setprofile(note)
+    return note
+
+
+def files_of(act: Callable[[], Any]) -> list[str]:
+    """Return the files of the package in which a function runs in this thread during `act`."""
+    seen: set[str] = set()
+    sys.setprofile(noting(seen))
     try:
         act()
     finally:
@@ -98,7 +106,7 @@ def ways() -> dict[str, list[str]]:
     from energon_bridge.tools.testing import create_captioning_test_dataset
 
     with tempfile.TemporaryDirectory() as folder:
-        path = create_captioning_test_dataset(Path(folder) / "data")
+        path = create_captioning_test_dataset(Path(folder) / "data", num_train=400)  # no epoch ends meanwhile
         config = WorkerConfig(rank=0, world_size=1, num_workers=0, seed=1)
 
         def loader() -> Any:
@@ -106,10 +114,15 @@ def ways() -> dict[str, list[str]]:
             return get_savable_loader(spec)
 
         first, second = loader(), loader()
+        on_threads: set[str] = set()
+        threading.setprofile(noting(on_threads))  # for the loading threads, which start now
         batches = iter(first)
-        for _ in range(20):
-            next(batches)
-        found = {"a sample": files_of(lambda: next(batches)), "a state out": files_of(first.save_state_rank)}
+        for _ in islice(batches, 2 * first.ownership.num_lanes):
+            pass
+        threading.setprofile(None)
+        on_threads.clear()
+        here = files_of(lambda: [next(batches) for _ in range(32)])
+        found = {"a sample": sorted({*here, *on_threads}), "a state out": files_of(first.save_state_rank)}
         state = first.save_state_rank()
         found["a state back"] = files_of(lambda: second.restore_state_rank(state))
         return found

@@ -67,6 +67,7 @@ class Pipeline:
         self.source = self.loading.source
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.code = UserCode(run.task_encoder, own, self.judge, self.source, words[0] if words else None)
+        self._ranks = settings.config.dp_size
         self._batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
         self._ranks = settings.config.dp_size
