@@ -282,7 +282,7 @@ ADVICE = {
     "FileStoreWrapper": "derive from energon_bridge.FileStore and give it `read` and `get_path`",
     "SavableDatasetWrapper": "loaders keep their state themselves: save_state_rank",
     "SimpleSavableDatasetWrapper": "loaders keep their state themselves: save_state_rank",
-    "WebdatasetMeta": "energon_bridge.core.format.open_dataset reads the metadata of a dataset",
+    "WebdatasetMeta": "energon_bridge.core.format.dataset.open_dataset reads the metadata of a dataset",
     "ImageDecoderType": "annotate with str; SampleDecoder refuses a form that does not exist",
     "AVDecoderType": "annotate with str; SampleDecoder refuses a form that does not exist",
     "FeatureBatcher": "annotate with Callable[[list], Any]",

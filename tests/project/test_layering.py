@@ -43,13 +43,13 @@ LAYERS = (
 # Lines of code of each product at most, without blank lines, comments, docstrings and imports: a comment costs nothing.
 # Raise one on purpose only: what the product gives must be worth what it costs.
 BUDGETS = {
-    "core": 16_250,
+    "core": 16_600,
     "cloud": 3_450,
-    "models": 9_500,
-    "trainers": 4_500,
-    "tools": 12_590,
-    "compat": 2_540,
-    "training": 3_000,
+    "models": 9_750,
+    "trainers": 3_850,
+    "tools": 12_700,
+    "compat": 2_560,
+    "training": 3_040,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
