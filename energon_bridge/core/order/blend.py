@@ -83,7 +83,8 @@ def lane_step(num_lanes: int) -> int:
 
 def _misses(points: UIntArray) -> IntArray:
     """Return the miss of each row of points in 2^-48 draws, shape (rows,)."""
-    # An arc from the i-th point to the j-th holds j - i + 1 of n points with its ends and j - i - 1 without them.
+    # An arc from the i-th point to the j-th holds j - i + 1 of n points with its ends and j - i - 1 without them. Both
+    # are furthest from n times its length where number - n * point is largest at one end and smallest at the other.
     ordered = np.sort(points >> np.uint64(64 - _BITS), axis=1).astype(np.int64)
     number = np.arange(points.shape[1], dtype=np.int64) << _BITS
     ahead = number - points.shape[1] * ordered
@@ -154,6 +155,7 @@ class WeightedBlend(WeightParts):
         if end is not None:
             count = min(count, end - draw)
         ends, last = self._intervals[piece]
+        # uint64 wraps at 2^64, which is the circle. `last` takes what rounding leaves above the last threshold.
         u = np.uint64(self._place(lane, draw)) + np.arange(count, dtype=np.uint64) * np.uint64(DRAW_STEP)
         return np.minimum(np.searchsorted(ends, u, side="right"), last)
 
@@ -172,6 +174,7 @@ class WeightedBlend(WeightParts):
             else:
                 ends, last = self._intervals[piece]
                 first = self._place(lane, at)
+                # The last leaf's threshold is 2^64 - 1, inclusive (`thresholds`); its interval ends exactly at 2^64.
                 exact = [*ends[:last].tolist(), *[1 << 64] * (len(ends) - last)]
                 total += np.diff([_below(first, stop - at, end) for end in exact], prepend=0)
             at = max(at, stop)
@@ -181,6 +184,7 @@ class WeightedBlend(WeightParts):
         """Return the first draw of a lane after a piece; None for the last one."""
         if piece + 1 == len(self.starts):
             return None
+        # The smallest k with k L + lane >= start: the quotient rounded up, as -(-x // L) does.
         return max(0, -((lane - self.starts[piece + 1]) // self.num_lanes))
 
     @cached_property
@@ -233,6 +237,7 @@ class EpochizedBlend:
     def _count(self, place: tuple[int, int]) -> IntArray:
         lane, epoch = place
         blocks = np.array(self.blocks, dtype=np.int64)
+        # A turn gives each lane one block. In the last, unfinished turn the `ahead` lanes before this one come first.
         turns, rest = np.divmod(self._totals[epoch], blocks * self.num_lanes)
         ahead = (lane - np.array(self.rotations, dtype=np.int64)) % self.num_lanes
         return turns * blocks + np.clip(rest - ahead * blocks, 0, blocks)
@@ -252,6 +257,7 @@ class EpochizedBlend:
 
     def epoch_of(self, lane: int, draw: int) -> int:
         """Return the mix epoch of a lane's draw."""
+        # A guess by the average, then corrected: lanes differ by a block of each leaf at most.
         epoch = int(draw * self.num_lanes / sum(self._per_epoch))
         while epoch and int(self.drawn(lane, epoch).sum()) > draw:
             epoch -= 1
@@ -271,6 +277,8 @@ class EpochizedBlend:
         phases = below(fold(self.key, _EPOCH, lane, epoch), quotas.size, _PLACES - 1)
         start = draw - int(before.sum())
         stop = min(start + count, int(quotas.sum()))
+        # Only draws whose places lie between those of the first and the last one asked for are merged: `sizes` of each
+        # leaf, after the `first` ones. All arrays after `leaf` have one entry per such draw.
         place = _place_of(quotas, phases, start)
         first = _taken(quotas, phases, place)
         sizes = _taken(quotas, phases, _place_of(quotas, phases, stop - 1) + 1) - first
@@ -278,7 +286,7 @@ class EpochizedBlend:
         number = np.arange(leaf.size) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
         places = ((number << 32) + phases[leaf]) // quotas[leaf]
         merged = leaf[np.lexsort((leaf, places))]
-        skipped = start - int(first.sum())
+        skipped = start - int(first.sum())  # those that share the first one's place and come before it
         return merged[skipped : skipped + stop - start]
 
     def counts(self, lane: int, draw: int) -> IntArray:

@@ -2,9 +2,9 @@
 
 *Weights* are in the order of the leaves' identities; `mix/weights.py` has those of a mix and those set during a run.
 
-*Bans* withdraw samples from a run, while everything else stays in place. A draw of a banned sample still happens and is
+*Bans* leave samples out of a run, while everything else stays in place. A draw of a banned sample still happens and is
 counted, but gives nothing and moves no other draw. Global draw g is draw `g div L` of lane `g mod L`; training by
-passes has no lanes and numbers its draws through all passes. So what is left out follows from the order alone, on any
+passes has no lanes and numbers its draws through all passes. So what is banned follows from the order alone, on any
 ranks and workers. In a state a ban is `[global draw, [key, ...]]`, or `[global draw, [key, ...], path of the only
 dataset]`. The samples found for the keys are kept beside it, so that a resume need not search for them.
 """
@@ -44,7 +44,7 @@ class LeafWeights(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightParts:
-    """The weights of a run, in pieces in which they stay the same: what blends by weight have in common.
+    """The weights of a run, cut into pieces in which they are constant: the base of the blends by weight.
 
     Args:
         parts: Weights, each from a global draw on, in rising order; the first from 0 on.
@@ -58,7 +58,7 @@ class WeightParts:
 
     @cached_property
     def _pieces(self) -> list[tuple[int, LeafWeights, int]]:
-        """The global draws from which on weights are constant, whose weights those are, and at which draw."""
+        """Of each piece: its first global draw, the weights that hold in it, and the draw to ask them for."""
         found = []
         ends = [start for start, _ in self.parts[1:]]
         for number, (first, weights) in enumerate(self.parts):
@@ -88,6 +88,7 @@ def _pieces_of(weights: LeafWeights) -> list[tuple[int, int]]:
     """Return the global draws from which on weights are constant, each with the draw whose weights hold there."""
     points = [0, *(point for point in weights.points() if point > 0)]
     starts = []
+    # Weights that move between two points do so in equal steps, of which each has the weights of its middle draw.
     for low, high in pairwise(points):
         pieces = min(_MOST_PIECES, math.isqrt(high - low) // 4 + 1) if weights.moves else 1
         starts += [low + (high - low) * number // pieces for number in range(pieces)]
@@ -132,9 +133,9 @@ def new_keys(bans: Sequence[Ban], ban: Ban) -> list[str]:
 
 
 def with_ban(bans: Sequence[Ban], ban: Ban) -> tuple[Ban, ...]:
-    """Return bans with one more, as states have them: by draw and dataset, each key where its ban begins first.
+    """Return bans with one more, as states have them: sorted by draw and dataset, each key in its earliest ban.
 
-    The order in which bans were given leaves no trace.
+    The result does not depend on the order in which the bans were given.
     """
     merged: list[Ban] = []
     for one in sorted([*bans, ban], key=lambda one: (one.start, one.dataset)):

@@ -109,7 +109,7 @@ AnyBlend: TypeAlias = Blend | SummingBlend | BlendOfBuckets
 
 
 class Drawn(Protocol):
-    """A run of consecutive draws of one lane in one leaf: a `Round`, or what holds its bytes."""
+    """A run of consecutive draws of one lane in one leaf: a `Round`, or an object that holds its bytes too."""
 
     @property
     def first(self) -> int: ...
@@ -135,7 +135,10 @@ class Picks(NamedTuple):
 
 
 class Span(NamedTuple, Generic[R]):
-    """Draws [low, high) of a round of a leaf, and their places in a stretch; either all of them are banned or none."""
+    """Draws [low, high) of a round of a leaf, of which all are banned or none.
+
+    `places` has the place of each among the draws that were chosen together: the n-th of them is draw `low + n`.
+    """
 
     leaf: int
     round: R
@@ -148,6 +151,7 @@ class Span(NamedTuple, Generic[R]):
         """Return the banned draws and the others apart, in order."""
         if not banned.any():
             return [self]
+        # An edge is wherever banned turns to not banned or back, and at both ends.
         edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
         low = self.low
         places = self.places
@@ -169,7 +173,7 @@ class Cursor(Generic[R]):
     """Where a lane is in a leaf: its current rounds, and the next ones while they are read ahead.
 
     Args:
-        hold: Makes of a round what is kept of it.
+        hold: Returns what to keep of a round: the round itself, or an object that holds its bytes too.
         together: Draws to look up at once, over several rounds if needed. The first round is looked up alone.
     """
 
@@ -186,13 +190,14 @@ class Cursor(Generic[R]):
     def at(self, draw: int, wanted: int) -> tuple[R, int]:
         """Return the rounds that hold a draw of the leaf, and the draw's place in them.
 
-        If they must be looked up, `wanted` draws are, as far as that costs little more.
+        If they are not kept, at least `wanted` draws are looked up, which costs little more than looking up one.
         """
         rounds = self.current
         if rounds is None or not 0 <= draw - rounds.first < rounds.indices.size:
             upcoming = self.upcoming
             self.upcoming = None
             if upcoming is None or upcoming.first != draw:
+                # Whoever asks a second time goes on through the leaf, so from then on more is looked up.
                 upcoming = self._rounds(draw, wanted if rounds is None else max(wanted, self._together))
             rounds = self.current = upcoming
         return rounds, draw - rounds.first
@@ -215,9 +220,9 @@ class Cursors(Generic[R]):
     """The cursors of some lanes in all leaves; beyond `most`, the least recently used one drops its rounds.
 
     Args:
-        hold: Makes of a round of a leaf what is kept of it.
+        hold: As for `Cursor`; it gets the number of the leaf too.
         together: As for `Cursor`, by the order of the leaf.
-        most: Cursors that keep rounds.
+        most: How many cursors may keep rounds.
     """
 
     def __init__(
@@ -249,7 +254,10 @@ class Cursors(Generic[R]):
         return cursor
 
     def drop(self, lane: int) -> None:
-        """Drop the rounds of a lane: what holds their bytes gives each sample once."""
+        """Drop the rounds of a lane, which is about to choose the same draws again.
+
+        Rounds that hold bytes hand each sample out once, so they cannot be used a second time.
+        """
         for (of, _), cursor in self._cursors.items():
             if of == lane:
                 cursor.drop()
@@ -264,11 +272,12 @@ class Chooser(Generic[R]):
     """Chooses the draws of one lane, from a position on.
 
     Args:
-        cursors: Where the lane is in the leaves.
+        cursors: The rounds that the lane has open in the leaves.
         blend: Says which leaf a draw comes from; None if there is one leaf.
 
     Attributes:
-        draw, leaf_draws: Those of the position that choosing has reached.
+        draw: The next draw to choose.
+        leaf_draws: Draws of each leaf that were chosen before it.
     """
 
     def __init__(self, cursors: Cursors[R], blend: AnyBlend | None, lane: int, at: Standing) -> None:
@@ -308,6 +317,7 @@ class Chooser(Generic[R]):
                 if bans is None:
                     spans.append(span)
                 else:
+                    # Bans count global draws: draw k of lane l is k L + l.
                     draws = first + np.asarray(span.places, dtype=np.int64)
                     draws = draws * self._cursors.leaves[leaf].order.num_lanes + lane
                     spans += span.split(bans.at(rounds.indices[low:high], draws))
@@ -332,6 +342,7 @@ class Chooser(Generic[R]):
         banned: NDArray[np.bool_] | None = None
         for span in self.spans(count):
             places = span.places
+            # With one leaf the places are a range: a slice writes them without an index array.
             at = slice(places.start, places.stop) if isinstance(places, range) else places
             members[at, 0] = span.leaf
             members[at, 1] = span.round.indices[span.low : span.high]
@@ -344,7 +355,7 @@ class Chooser(Generic[R]):
 
 @dataclass(frozen=True, kw_only=True)
 class PassDraws:
-    """The draws of one pass: a stretch of a stream of one lane, whoever delivers it.
+    """The draws of one pass: a stretch of a stream of one lane, the same on any number of ranks.
 
     Attributes:
         leaves: The leaves, cut for one lane.
@@ -369,13 +380,13 @@ class PassDraws:
 
 
 _STRETCH = 1 << 14
-"""Draws gone through at once."""
+"""Draws of a blend by amounts that `standing` computes at a time; bounds its memory."""
 
 
 def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, draw: int) -> Standing:
     """Return where a lane is before a draw of its blend.
 
-    It is computed at once, but for a blend by amounts, which goes through all draws: some microseconds for each.
+    Cost: microseconds, however many draws; a blend by amounts goes through all of them, some microseconds for each.
     """
     if blend is None:
         return Standing(draw, [draw])
@@ -387,5 +398,5 @@ def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, d
     for first in range(0, draw, _STRETCH):
         size = min(_STRETCH, draw - first)
         counts += np.bincount(draws.take(size), minlength=counts.size)
-        draws.sums(first + size)  # what came before is not needed again
+        draws.sums(first + size)  # lets it forget what came before
     return Standing(draw, counts.tolist(), draws.sums(draw))

@@ -66,9 +66,11 @@ _STRIPE = 2
 _ROUND = 3
 _NEVER = np.iinfo(np.int64).max
 _ENDLESS = 1 << 16
+"""Copies of the dataset on one line if the end of an epoch does not matter."""
 _LARGEST_TABLE = 4096
 """Samples up to which a permutation is kept as an array; a longer one is cheaper to evaluate sample by sample."""
 _TABLES = 1 << 16
+"""Samples in all permutations of a leaf that are kept as arrays."""
 _DEALT = 128
 """Draws of a lane looked up at once, and epochs they may span; both bound the cost of a seek."""
 _EPOCHS_AT_ONCE = 32
@@ -151,7 +153,7 @@ class LeafOrder:
 
     @property
     def classes(self) -> int:
-        """The modulus of the places that a lane comes to, with its first ones; 1: each lane comes to all samples."""
+        """The modulus c of the places p that a lane comes to: `(p - its first place) mod c < b`; 1: all places."""
         common = math.gcd(self.num_lanes * self.dealt_block, self.num_samples)
         return 1 if self.shuffle or common <= self.dealt_block else common
 
@@ -164,12 +166,16 @@ class LeafOrder:
         common = self.classes
         if bans is None or common == 1:
             return replace(self, moved={}) if self.moved else self
+        # The draw from which on each place is banned, then the same of each class (all its places), of each lane (all
+        # its classes); never, if anything of it is left.
         gone = np.full(self.num_samples, _NEVER)
         gone[self._places_of(bans.samples)] = bans.starts
         firsts = np.array([self._place(lane, 0) for lane in range(self.num_lanes)])
         of_class = gone.reshape(-1, common).max(axis=0)  # a lane comes to all places of a class or to none
         ends = of_class[(firsts[:, None] + np.arange(self.dealt_block)) % common].max(axis=1)
         left = np.flatnonzero(ends == _NEVER)
+        # Each lane that ends takes the places of the next one that does not, round the lanes, from the first of its own
+        # draws at or after the global draw at which it ends.
         moved = {}
         for lane in np.flatnonzero(ends != _NEVER).tolist() if left.size else ():
             other = int(left[np.searchsorted(left, lane) % left.size])
@@ -210,6 +216,7 @@ class LeafOrder:
         """Return the epoch of a lane's draw (for E epochs shuffled as one, their number)."""
         if self.is_dealt:
             return self._place(lane, draw) // self._line_length
+        # ceil(((k+1) L - l') / N) - 1, as above; -(x // n) of the negated numerator rounds up.
         return -((self._rank(lane) - (draw + 1) * self.num_lanes) // self._line_length) - 1
 
     def epoch_end(self, lane: int, draw: int) -> int:
@@ -217,6 +224,8 @@ class LeafOrder:
         end = (self.epoch_of(lane, draw) + 1) * self._line_length
         if not self.is_dealt:
             return (end + self._rank(lane)) // self.num_lanes
+        # The epoch ends `inside` draws into a block, which is that of the lane at `place` of the turn. Lanes before it
+        # have taken their block of the turn, lanes after it have not.
         block, inside = divmod(end, self.dealt_block)
         turn, place = divmod(block, self.num_lanes)
         ahead = (lane - self.rotation) % self.num_lanes - place
@@ -247,6 +256,7 @@ class LeafOrder:
         epoch = self.epoch_of(lane, draw)
         first = (epoch * n + rank) // lanes
         share = ((epoch + 1) * n + rank) // lanes - first
+        # The stretches of the lanes of lower rank come before this one on the epoch line: the sum of their lengths.
         start = _sum_of_floors(rank, (epoch + 1) * n, lanes) - _sum_of_floors(rank, epoch * n, lanes)
         stripe = self._stripe_at(epoch, rank, start, start + share, draw - first)
         taken, places = stripe.deal(draw - first - stripe.before, fewest)
@@ -282,7 +292,7 @@ class LeafOrder:
         block = self.dealt_block
         once = self._draws_at_once
         first = draw - draw % once
-        count = -(-fewest // once) * once
+        count = -(-fewest // once) * once  # rounded up
         turns = np.arange(count // block, dtype=np.int64) * (self.num_lanes * block)
         further = (turns[:, None] + np.arange(block, dtype=np.int64)).ravel()
         places = self._place(lane, first) + further
@@ -292,6 +302,7 @@ class LeafOrder:
         lines, places = np.divmod(places, self._line_length)
         if not self.shuffle:
             return Round(first, self.samples(places), lines)
+        # Each epoch line has a permutation of its own, so places are permuted one stretch of equal lines at a time.
         edges = [0, *(np.flatnonzero(np.diff(lines)) + 1).tolist(), count]
         for low, high in itertools.pairwise(edges):
             places[low:high] = self._permuted(int(lines[low]), places[low:high])
@@ -313,7 +324,7 @@ class LeafOrder:
 
     @cached_property
     def _tables(self) -> Memo[int, IntArray]:
-        """The same as arrays."""
+        """The same permutations as arrays of shape (line length,), for short lines."""
         return Memo(self._table, _TABLES // self._line_length)
 
     def _table(self, line: int) -> IntArray:
@@ -331,12 +342,14 @@ class LeafOrder:
         last_slot = line.slot_of(stop - 1)
         slots = last_slot - first_slot + 1
         stripes = max(1, slots // self._slices_per_stripe)
+        # Stripe i has the slots from floor(i slots / stripes) on (`low`, `high`); solved for the i of the draw's slot.
         number = ((line.slot_of(start + draw) - first_slot + 1) * stripes - 1) // slots
         cached = self._stripes.get((epoch, rank, number))
         if cached is None:
             low = first_slot + number * slots // stripes
             high = first_slot + (number + 1) * slots // stripes
             edges, first_samples = line.slices(low, high)
+            # The first and the last slice may belong to neighbouring lanes too: only their part inside is of this one.
             inside = np.clip(edges, start, stop)
             base = first_samples + inside[:-1] - edges[:-1]
             key = fold(self.key, _STRIPE, epoch, rank, number)
@@ -366,16 +379,19 @@ class LeafOrder:
 
 def _sum_of_floors(count: int, numerator: int, lanes: int) -> int:
     """Return `sum(floor((numerator + j) / lanes) for j in range(count))` for count <= lanes."""
+    # The quotient is `whole` up to j = lanes - rest, and one more from there on.
     whole, rest = divmod(numerator, lanes)
     return count * whole + max(0, count - (lanes - rest))
 
 
 def _spread(sizes: IntArray, keys: Sequence[int]) -> IntArray:
-    """Return an order of the samples of some rounds, passed piece by piece, round after round.
+    """Return the order of the samples of some rounds, shape (samples,): sample `result[i]` comes i-th.
+
+    Samples are numbered round after round, in a round piece by piece.
 
     Args:
         sizes: Samples that each round has of each piece, shape (rounds, pieces).
-        keys: Of each round.
+        keys: The key of each round.
     """
     totals = sizes.sum(axis=1)
     of_round = np.repeat(np.arange(totals.size), totals)
@@ -383,16 +399,26 @@ def _spread(sizes: IntArray, keys: Sequence[int]) -> IntArray:
     piece = np.repeat(np.arange(flat.size), flat)
     firsts = np.cumsum(flat) - flat
     place = np.arange(piece.size)
+    # Every array from here on has one entry per sample; `steps` is the number of a sample in its round.
     steps = place - (np.cumsum(totals) - totals)[of_round]
+    # Sorted by piece first, then by draw: pieces stay where they are, each is shuffled in itself.
     shuffled_pieces = np.lexsort((draws_at(keys, of_round, steps), piece))
     number = place - firsts[piece]
     chances = below_at([fold(key, 0) for key in keys], of_round, steps, (1 << 32) - 1)
+    # The moment of the i-th of c samples of a piece, in 2^-32 of the round: between i / c and (i + 1) / c.
     moments = ((number << 32) + chances) // flat[piece]
     return shuffled_pieces[np.argsort((of_round << 32) + moments, kind="stable")]
 
 
 class _Stripe:
-    """A few slices that are read side by side and dealt out in rounds; `base` and `lengths` have shape (pieces,)."""
+    """A few slices that are read side by side and dealt out in rounds.
+
+    Args:
+        before: Draws of the lane's stretch before this stripe.
+        base: Place of the first sample of each piece, shape (pieces,).
+        lengths: Samples in each piece, shape (pieces,).
+        buffer: Samples in a round, about.
+    """
 
     __slots__ = ("_base", "_lengths", "_phase", "_total", "before", "key", "rounds")
 
@@ -406,10 +432,12 @@ class _Stripe:
         self._phase = below(key, lengths.size, self.rounds)
 
     def deal(self, draw: int, fewest: int) -> tuple[int, IntArray]:
-        """Return the rounds from that of a draw on until there are `fewest` draws, as far as the stripe has them.
+        """Return the round that holds a draw of the stripe, with those after it until there are `fewest` draws.
 
-        Returns the first draw of the first round, and the places of the samples of all.
+        Fewer if the stripe ends. Returns the first draw of the first round, and the places of all samples, in order.
         """
+        # A guess by the average, then corrected. `taken` has the samples of each piece dealt before each round, shape
+        # (rounds + 1, pieces); `firsts` their sums: the first draw of each round.
         t = min(draw * self.rounds // self._total, self.rounds - 1)
         while True:
             last = min(self.rounds, t + 1 + (fewest - 1) * self.rounds // self._total)
@@ -420,13 +448,18 @@ class _Stripe:
             t += 1 if firsts[0] <= draw else -1
         sizes = np.diff(taken, axis=0)
         flat = sizes.ravel()
+        # The ranges base + taken ... of all pieces, one after the other, without a loop: a running number and, repeated
+        # for each sample of a piece, how far the piece's places are ahead of that number.
         starts = (self._base + taken[:-1]).ravel() - (np.cumsum(flat) - flat)
         places = np.arange(int(flat.sum()), dtype=np.int64) + np.repeat(starts, flat)
         return firsts[0], places[_spread(sizes, [fold(self.key, _ROUND, each) for each in range(t, last)])]
 
 
 class _EpochLine:
-    """Slices in keyed order, all equally long but the last one of the dataset, whose place the permutation gives."""
+    """An epoch line: the slices of the dataset in keyed order, each in its *slot*.
+
+    All slices have one length, but the dataset's last one may be shorter; the permutation says in which slot that is.
+    """
 
     def __init__(self, num_samples: int, length: int, key: int) -> None:
         self._length = length
@@ -436,10 +469,12 @@ class _EpochLine:
         self._short = self._order.place_of(slices - 1)
 
     def slot_of(self, position: int) -> int:
+        """Return the slot that a position of the line is in."""
         slot = position // self._length
         return slot if slot < self._short else max(self._short, (position + self._missing) // self._length)
 
     def slices(self, low: int, high: int) -> tuple[IntArray, IntArray]:
+        """Return the positions where slots [low, high) begin and the last ends, and the first place of each slice."""
         slots = np.arange(low, high + 1, dtype=np.int64)
         edges = slots * self._length - np.where(slots > self._short, self._missing, 0)
         return edges, self._order.at_many(slots[:-1]) * self._length

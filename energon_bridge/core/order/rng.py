@@ -145,6 +145,7 @@ class Permutation:
 
     def at_many(self, places: npt.NDArray[Any]) -> IntArray:
         """Return the numbers at many places, shape as given."""
+        # As `_forward`; few numbers are not below n, so those alone go on one by one.
         shift = np.uint64(32)
         over = np.uint64(self._high)
         under = np.uint64(self._low)

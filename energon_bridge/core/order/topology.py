@@ -110,6 +110,7 @@ def step_of(m: int, *, num_lanes: int, world_size: int) -> int:
 
 def microbatches_before(lane: int, m: int, num_lanes: int) -> int:
     """Return how many of the first m microbatches of a run are of a lane."""
+    # The number of k >= 0 with k L + lane < m: ceil((m - lane) / L).
     return max(0, -((lane - m) // num_lanes))
 
 
@@ -117,7 +118,7 @@ def lane_units(ownership: Ownership, rank: int, m: int, num_workers: int) -> Ite
     """Give the lanes that a rank delivers from microbatch m on, without end, each with the number of its worker."""
     lanes = ownership.lanes_of(rank)
     lane = None
-    while lane is None:
+    while lane is None:  # in the steps until the rank delivers a real microbatch
         lane = ownership.lane_in_step(rank, m)
         m += ownership.step_size(m)
     for place in itertools.count(lanes.index(lane)):
