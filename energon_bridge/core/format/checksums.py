@@ -43,7 +43,7 @@ Checksums = Literal["always", "sampled", "never"]
 """Which samples are verified as they are read."""
 
 SAMPLED = 16
-"""One sample of this number, a power of two, is verified; another one in each epoch, so that all are in time."""
+"""One of this many samples, a power of two, is verified in an epoch, and another one in the next: in time, all."""
 _MAGIC = b"NVCRC32\1"
 _HEAD = struct.Struct("<8s4Q")
 _U32 = np.dtype("<u4")
@@ -65,7 +65,17 @@ def checksums_path(shard: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class ShardChecksums:
-    """The checksums of one shard; `firsts` are numbers of the first part of each sample, and of the end."""
+    """The checksums of one shard, CRC-32 each.
+
+    Attributes:
+        size: Bytes of the shard.
+        samples: Of the range of each sample, shape (samples,).
+        keys: Of the key of each sample, shape (samples,).
+        firsts: Number of the first part of each sample, and the number of parts, shape (samples + 1,).
+        codes: Number of each part's name in `names`, shape (parts,).
+        parts: Of the content of each part, shape (parts,).
+        names: The different names of parts.
+    """
 
     size: int
     samples: np.ndarray
@@ -84,11 +94,11 @@ class ShardChecksums:
         return body + struct.pack("<I", zlib.crc32(body))
 
     def differences(self, sample: int, key: str, parts: Mapping[str, Any], *, complete: bool) -> list[str]:
-        """Return what of a sample is not as its checksums say, each with both values; parts that are no bytes pass.
+        """Return how a sample differs from its checksums, a text for each difference; parts that are no bytes pass.
 
         Args:
             sample: Its number in the shard.
-            complete: Whether `parts` are all of its parts; otherwise some may be left out.
+            complete: Whether `parts` should be all of its parts; otherwise some may be missing.
         """
         low = int(self.firsts[sample])
         high = int(self.firsts[sample + 1])
@@ -170,7 +180,7 @@ class Verifier:
         self._shards: dict[int, ShardChecksums | None] = {}
 
     def chosen(self, indices: IntArray, epochs: IntArray | None) -> IntArray:
-        """Return the places of the samples to verify; which of them does not depend on who reads them, or when."""
+        """Return the places of the samples to verify, by index and epoch alone, on any ranks and workers."""
         if self._all:
             return np.arange(indices.size)
         mixed = indices if epochs is None else indices + epochs
@@ -180,12 +190,12 @@ class Verifier:
     def verify(
         self, raws: list[memoryview], shards: Sequence[int], local: IntArray
     ) -> list[tuple[int, CorruptShardError]]:
-        """Return the places of samples whose bytes are not what they were, with an error for each.
+        """Return the places of samples whose bytes differ from their checksums, with an error for each.
 
         Args:
-            raws: Bytes of samples.
-            shards: Their shards, ascending.
-            local: Their numbers in these.
+            raws: The bytes of each sample.
+            shards: The shard of each, ascending.
+            local: The number of each in its shard.
         """
         found = crc32s(raws)
         expected = found.copy()
@@ -212,7 +222,7 @@ class Verifier:
     def error(
         self, shard: int, sample: int, key: str, parts: Mapping[str, Any], *, complete: bool
     ) -> CorruptShardError | None:
-        """Return what is wrong with a sample, by its number in its shard; None if what it delivers is as it was."""
+        """Return the error for a sample, by its number in its shard; None if its key and parts fit their checksums."""
         checksums = self.of_shard(shard)
         found = [] if checksums is None else checksums.differences(sample, key, parts, complete=complete)
         if not found:
@@ -244,16 +254,16 @@ class Verifier:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Making them, as a tar is scanned.
+# Making the checksums of a shard while its tar is scanned.
 
 
 class ChecksumScan:
-    """Takes the bytes of a tar in turn, and makes checksums of the samples and parts that its scan finds in them."""
+    """Makes the checksums of samples and parts of a tar, whose bytes it gets in order, in pieces of any length."""
 
     def __init__(self) -> None:
         self._samples: list[int] = []
         self._parts: list[int] = []
-        self._sample = self._part = 0  # checksums of what is not complete yet
+        self._sample = self._part = 0  # checksums so far of the sample and the part that these bytes cut through
 
     def take(self, scan: ShardScan, offset: int, data: bytes) -> None:
         """Take the bytes that begin at `offset` of the tar; `scan` knows the samples and parts that begin in them."""
@@ -280,7 +290,7 @@ class ChecksumScan:
             self._part = 0
 
     def finish(self, scan: ShardScan, size: int, read: Callable[[int, int], bytes]) -> ShardChecksums:
-        """Return the checksums of a tar of `size` bytes, all taken; what hard links lead to is read again."""
+        """Return the checksums of a tar of `size` bytes after all were taken; targets of hard links are read again."""
         samples = [*self._samples, self._sample]
         for number in scan.linked:
             self._parts[number] = zlib.crc32(read(scan.part_offsets[number], scan.part_sizes[number]))

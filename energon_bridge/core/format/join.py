@@ -1,7 +1,7 @@
 """Datasets joined by sample key: the joined dataset, finding its rows, and the file that keeps them.
 
 The rows are the samples of the primary (the first dataset) in the order of its split, without excluded ones and
-without those that a `nonmatch: skip` drops. `rows[r, p]` is the sample of dataset p in row r, as its place on the line
+without those that a `nonmatch: skip` skips. `rows[r, p]` is the sample of dataset p in row r, as its place on the line
 of its split (its shards laid end to end); -1 if it has none.
 """
 
@@ -126,7 +126,7 @@ def joined_dataset(
 #
 # The shards of the primary are divided among processes in runs; only arrays of integers come back.
 # Excluded samples and shards outside of the split part give no row in the primary, and count as missing in the others.
-# Rows that a `nonmatch: skip` drops are dropped before a `nonmatch: error` looks at the rest.
+# Rows that a `nonmatch: skip` skips are gone before a `nonmatch: error` looks at the rest.
 
 
 _NAMED_KEYS = 5
@@ -158,7 +158,7 @@ class _Line:
 
     def places(self, shards: IntArray, locals_: IntArray) -> IntArray:
         """Return the places of samples; -1 for those that are missing (-1, -1), excluded or in another split part."""
-        shards = np.where(shards < self.counts.size, shards, -1)  # not listed: of a run that has not ended
+        shards = np.where(shards < self.counts.size, shards, -1)  # rows of an unfinished run count as missing
         if ((shards >= 0) & (locals_ >= self.counts[shards])).any():
             raise stale_key_index(self.index.dataset)
         numbers = np.where((shards >= 0) & (self.starts[shards] >= 0), self.starts[shards] + locals_, -1)
@@ -209,6 +209,7 @@ def _runs(counts: IntArray, num_workers: int) -> list[range]:
     """Cut shards into runs of about equal numbers of samples, several for each process."""
     ends = np.cumsum(counts)
     pieces = max(4 * num_workers, int(ends[-1]) // _RUN_SAMPLES)
+    # The shard with which each piece reaches its share of all samples; large shards may end several pieces at once.
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces, side="left") + 1
     edges = np.unique([0, *cuts.tolist(), ends.size])
     return [range(low, high) for low, high in pairwise(edges.tolist())]

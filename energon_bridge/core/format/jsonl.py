@@ -2,7 +2,7 @@
 
 Beside `x.jsonl` is its index `x.jsonl.idx`, in the format of a `.tar.idx`: the offset of each sample, and the size of
 the file. Blank lines belong to the sample before them, those at the start to the first. There is no `.nv-meta` and no
-split; the key of a sample is its number. A byte-order mark in front of the first line is left out.
+split; the key of a sample is its number. A byte-order mark in front of the first line is skipped.
 
 A file without an index gets one when it is opened. A file that no longer fits its index raises an error, since samples
 might have changed their numbers during a run. The fingerprint hashes name, number of samples and size.

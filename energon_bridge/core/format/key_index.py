@@ -191,7 +191,7 @@ def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
 
 
 def find_keys(index: KeyIndex, keys: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Return (shard number, number in the shard) of each key; None for a missing key."""
+    """Return (shard number, number in the shard) of each key; None if the index lacks it."""
     with _connected(index) as connection:
         query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
         return [connection.execute(query, (key,)).fetchone() for key in keys]
@@ -245,7 +245,7 @@ def connect_key_index(index: KeyIndex, *, locks: bool = True, any_thread: bool =
 
 
 def _locked_uri(index: KeyIndex) -> str:
-    """Return the URI that reads an index with locks; without them on a file system that has none."""
+    """Return the URI under which sqlite reads an index, with locks if its file system has them."""
     uri = _uri(index.path)
     try:
         with closing(sqlite3.connect(uri, timeout=_WAIT_SECONDS, uri=True)) as connection:
@@ -334,11 +334,12 @@ def can_add_keys(path: str) -> bool:
 
 
 def settle_key_index(path: str) -> None:
-    """Roll back what a run that was killed while it added keys has left; raises StorageError."""
+    """Roll back the unfinished transaction of a run that was killed while it added keys; raises StorageError."""
     if not os.path.exists(f"{path}-journal"):
         return
     try:
         if os.path.exists(path):
+            # Opening the file and reading anything makes sqlite roll the journal back.
             with closing(sqlite3.connect(_uri(path), timeout=_WAIT_SECONDS, uri=True)) as connection:
                 connection.execute("PRAGMA schema_version")
         with suppress(FileNotFoundError):
@@ -479,7 +480,7 @@ class KeyIndexWriter:
     def _duplicate(self, shard: int, scan: ShardScan) -> DuplicateKeyError:
         """Find the keys that made the insertion fail; rows of this shard before them may be in the table."""
         seen: set[str] = set()
-        twice: dict[str, str] = {}  # to the shard that has the key, too
+        twice: dict[str, str] = {}  # by key: the other shard that has it
         query = "SELECT tar_file_id FROM samples WHERE sample_key = ? AND tar_file_id != ?"
         for key in scan.keys:
             row = self.connection.execute(query, (key, shard)).fetchone()

@@ -1,4 +1,4 @@
-"""Marks of content: what tells data that was written again from what a run began with, at the cost of a few reads.
+"""Marks of content: hashes that show, at the cost of a few reads, whether data was written again since a run began.
 
 A fingerprint (names, counts and sizes of shards) keys the order, so that it is the same wherever the data lies. Beside
 it, a state has the mark of each dataset. Data whose mark differs is other data, although names, counts and sizes fit.
@@ -54,7 +54,7 @@ def _joined(marks: Sequence[str]) -> str:
 
 
 def _mark(dataset: PreparedDataset) -> str:
-    """Return the mark of a dataset; empty if a file cannot be read, which whoever reads its samples says."""
+    """Return the mark of a dataset; empty if a file cannot be read: reading its samples raises the error."""
     try:
         if not _is_tars(dataset):
             names = dataset.shard_names
@@ -73,7 +73,7 @@ def _mark(dataset: PreparedDataset) -> str:
 
 
 def _ends(store: Store, names: Sequence[str], without: int = 0) -> Iterable[bytes]:
-    """Return the first and last bytes of files, as one for each; `without` some at the very end."""
+    """Return the first and last 64 KiB of each file, joined, without so many bytes at the very end."""
     far = as_far(store)
     sizes = [store.size(name) for name in names] if far is None else far.sizes(names)
     wanted = []

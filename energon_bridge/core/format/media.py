@@ -37,7 +37,7 @@ class MediaFormat(NamedTuple):
         extensions: In lower case; the first is the usual one.
         head: What a file begins with; None: nothing certain.
         codec: What Pillow calls an image of the format.
-        is_named: Whether an image is decoded only where its name or its first bytes say that it has the format.
+        is_named: Whether an image is decoded only if its name or its first bytes say that it has the format.
     """
 
     kind: MediaKind
@@ -71,7 +71,7 @@ FORMATS: tuple[MediaFormat, ...] = (
     _image("AVIF", "avif avifs", rb".{4}ftyp(avi[fs]|m[is]f1.{4}(.{4})*?avi[fs])"),
     _image("HEIF", "heic heif", rb".{4}ftyp(hei[cmsx]|hev[cmsx]|m[is]f1)"),
     _image("JXL", "jxl", rb"\xff\x0a|\0\0\0\x0cJXL \r\n\x87\n"),
-    # Others that decode where they are named, since some are recognised by almost nothing.
+    # Decoded only if they are named, since Pillow recognises some of them by almost nothing.
     _image("PSD", "psd", rb"8BPS\0\x01", is_named=True),
     _image("ICO", "ico", rb"\0\0\x01\0[^\0]\0.{3}\0", is_named=True),
     _image("CUR", "cur", rb"\0\0\x02\0[^\0]\0.{3}\0", is_named=True),
@@ -108,7 +108,7 @@ _PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "JXL": ("pillow_jxl", "JPEG XL needs pillow-jxl-plugin: pip install pillow-jxl-plugin"),
     }
 )
-"""Formats that Pillow opens with a module that may not be there, and how to get it."""
+"""Formats that Pillow opens with a module that may not be installed: the module, and how to get it."""
 
 
 def format_by_head(head: bytes) -> MediaFormat | None:
@@ -222,6 +222,7 @@ BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 """How the base64 of JPEG, PNG, GIF and WebP begins."""
 _IN_BASE64 = re.compile(r"[A-Za-z0-9+/\r\n]{40,}={0,2}\s*")
 _JUDGED = 400
+"""Characters of a text that are looked at."""
 
 
 def is_base64(value: object) -> bool:

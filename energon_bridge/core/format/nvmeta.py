@@ -125,7 +125,7 @@ def _span(first: int, last: int, step: str | None) -> range:
 
 
 def collapse_braces(names: Iterable[str]) -> list[str]:
-    """Write runs of consecutive names that count up by one, in one number of constant width, as brace expressions."""
+    """Write names as brace expressions where one number of constant width counts up by one from name to name."""
     collapsed: list[str] = []
     run: list[list[str]] = []
     slot = -1
@@ -144,9 +144,10 @@ def collapse_braces(names: Iterable[str]) -> list[str]:
 
 
 def _counted_up(before: list[str], after: list[str]) -> int | None:
-    """Return the only piece that differs, if it is a number that goes up by one and keeps its width."""
+    """Return the place of the only piece that differs, if it is a number that goes up by one and keeps its width."""
     if len(before) != len(after):
         return None
+    # Split by numbers, a name is text, number, text, ...: numbers have odd places.
     different = [position for position, piece in enumerate(after) if piece != before[position]]
     if len(different) != 1 or different[0] % 2 == 0:
         return None
@@ -221,7 +222,7 @@ class Splits:
     where: str
 
     def shards_of(self, split_part: str) -> list[str]:
-        """Return the shards of a split part in its order, excluded shards left out; raises UnknownSplitError."""
+        """Return the shards of a split part in its order, without excluded ones; raises UnknownSplitError."""
         if split_part not in self.parts:
             known = ", ".join(self.parts) or "none"
             raise UnknownSplitError(f"{self.where}: no split part {split_part!r}. Known split parts: {known}.")
@@ -243,7 +244,7 @@ class Splits:
         return frozenset(samples)
 
     def wrong_excludes(self, shards: Collection[str]) -> str | None:
-        """Return the error for entries of `exclude` that leave nothing out of a dataset of these shards, if any do."""
+        """Return the error for entries of `exclude` that exclude nothing of a dataset of these shards, if any do."""
         known = {*shards, *(shard for part in self.parts.values() for shard in part)}
         wrong = [entry for entry in self.exclude if entry not in known and not self._names_sample(entry, known)]
         if not wrong:
@@ -259,7 +260,7 @@ class Splits:
         return f"{self.where}, field `exclude`: {first!r}{more} leaves nothing out: {what}.{hint}"
 
     def doubts(self, shards: Collection[str], *, excludes: bool = False) -> list[str]:
-        """Return warnings: shards that are trained on and held out, too, and shards of the dataset in no part.
+        """Return warnings: shards both in `train` and in a part for evaluation, and shards of the dataset in no part.
 
         With `excludes` the error of `wrong_excludes` is one: programs of energon ignore such entries.
         """
@@ -347,9 +348,9 @@ def prepared_within(folders: Sequence[str]) -> str:
 
 
 def renumbered(store: Store, counts: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the files that must be absent while the shards of a key index get the numbers that they have in `counts`.
+    """Return the files to delete before the shards of a key index are numbered as in `counts`.
 
-    They are none if every shard keeps its number: readers of the old numbers find what they look for in the new index.
+    None if every shard keeps its number, since readers with the old numbers then find the same samples.
     """
     try:
         kept = list(read_info(store).shard_counts) if store.exists(meta_path(INDEX_SQLITE)) else []

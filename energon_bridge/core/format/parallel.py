@@ -32,9 +32,9 @@ class ShardEngine(Protocol):
 Workers = int | ShardEngine
 """A number of processes, or an engine."""
 Progress = Callable[[int, int], object]
-"""Is told how many items are done, and how many there are."""
+"""Called with the number of items that are done, and of all."""
 
-_AHEAD = 3  # results per worker that may wait to be taken: bounds memory
+_AHEAD = 3  # items per worker that are submitted or done before the oldest result is taken: bounds memory
 
 
 def map_shards(
@@ -81,7 +81,7 @@ def map_shards(
 def work_off(
     function: Callable[[Item], object], items: Sequence[Item], *, num_workers: Workers, progress: Progress
 ) -> int:
-    """Call a function with every item, for what it leaves behind; return their number. Raises as `map_shards` does."""
+    """Call a function with every item, for its side effects; return their number. Raises as `map_shards` does."""
     with contextlib.closing(map_shards(function, items, num_workers=num_workers)) as done:
         for number, _ in enumerate(done, start=1):
             progress(number, len(items))
@@ -95,6 +95,7 @@ def unseen(done: int, total: int) -> None:
 @contextlib.contextmanager
 def _without_the_program() -> Generator[None]:
     """Let processes that this thread spawns begin without running the program as `__mp_main__` again."""
+    # `spawn` has no option for it: the function that tells a new process what to run is replaced, for this thread only.
     prepare = spawn.get_preparation_data
     thread = threading.get_ident()
 

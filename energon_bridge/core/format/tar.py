@@ -46,7 +46,7 @@ def split_member_name(name: str) -> tuple[str, str] | None:
         return name[:dot], name[dot + 1 :]
     if dot == folder_end and name.startswith(_OF_MACOS, dot):
         return None
-    match = _MEMBER.match(name)  # hidden files in folders and line ends: only the pattern itself says
+    match = _MEMBER.match(name)  # hidden files in folders, and names with line ends, go by the pattern itself
     return (match.group(1), match.group(2)) if match else None
 
 
@@ -90,7 +90,7 @@ class Member(NamedTuple):
         return self.kind == _HARD_LINK
 
     def names(self) -> tuple[str, str] | None:
-        """Return key and part of a file, or of what is in the place of one; None if it belongs to no sample."""
+        """Return key and part of a file, or of a link or device instead of one; None if it belongs to no sample."""
         return None if self.kind in _NO_PARTS else split_member_name(self.name)
 
 
@@ -107,9 +107,9 @@ def parse_sample(
 ) -> tuple[str, dict[str, memoryview]]:
     """Split the bytes of one sample's range into its key and its parts (views of `data`, in the order of the tar).
 
-    `parts` limits what is returned to these part names. `where` names dataset, shard and sample in an error. `follow`
-    finds the content of hard links. Raises CorruptShardError if the bytes are no tar members of one sample, for a part
-    that is not a file, and for one that is there twice with different content.
+    `parts` are the names of the parts to return; None: all. `where` names dataset, shard and sample in an error.
+    `follow` finds the content of hard links. Raises CorruptShardError if the bytes are no tar members of one sample,
+    for a part that is not a file, and for one that is there twice with different content.
     """
     view = memoryview(data)
     if _tar is not None and (plain := _tar.split(view, parts)) is not None:
@@ -162,7 +162,7 @@ def _linked(member: Member, follow: Follow | None, where: str) -> ByteRange:
 
 
 def not_a_file(member: Member, where: str, advice: str = "") -> CorruptShardError:
-    """Return the error for a member in the place of a part that has no content of its own."""
+    """Return the error for a part that is a link, a device or a pipe, so that it has no content of its own."""
     what = _OTHERS.get(member.kind, f"of the type {chr(member.kind)!r}")
     if not member.target:
         return CorruptShardError(
@@ -218,7 +218,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
         if content > len(view):
             raise NeedMoreBytes(f"{where}: header at byte {base + position} is cut off", needed=content)
         header = bytes(view[position:content])
-        if header[156] == 0 and not any(header):
+        if header[156] == 0 and not any(header):  # a zero block; looking at one byte first spares nearly all others
             if position == start:
                 return None
             raise CorruptShardError(
@@ -228,7 +228,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
             check_header(header, where=where, offset=base + position)
         kind = header[156]
         size = _number(header[124:136], where=where, offset=base + position)
-        padded = size + 511 & -512
+        padded = size + 511 & -512  # rounded up to whole blocks
         if kind in _LONG_NAMES or kind in _PAX_EXTENDED:
             if content + size > len(view):
                 raise NeedMoreBytes(f"{where}: long name at byte {base + position} is cut off", needed=content + padded)
@@ -338,8 +338,7 @@ def open_sample(
 ) -> tuple[str, dict[str, bytes | ByteRange]]:
     """Return key and parts of a sample, in the order of the tar: bytes, or a range for parts that `keep(name)` accepts.
 
-    `parts` limits what is returned to these part names, `follow` finds hard links. Raises what `parse_sample` raises,
-    and StorageError.
+    `parts` and `follow` are those of `parse_sample`. Raises what it raises, and StorageError.
     """
     where = f"{sample.url}, at byte {sample.offset}"
     names = ("", "")
@@ -369,6 +368,7 @@ def _member_at(sample: ByteRange, position: int) -> Member | None:
         head = memoryview(sample.store.read_range(sample.rel, sample.offset + position, length))
         try:
             member = next_member(head, 0, where=sample.url, base=sample.offset + position)
+            # `next_member` counted from `head`; positions of the sample are expected.
             places = {} if member is None else {name: position + getattr(member, name) for name in _PLACES}
             return member and member._replace(**places)
         except NeedMoreBytes as more:

@@ -86,14 +86,15 @@ def load_index(store: Store, shard: str, *, count: int, size: int, remedy: str) 
 # ---------------------------------------------------------------------------------------------------------------------
 # The scan of all headers of a tar, for `energon prepare`; training never scans.
 #
-# Small members are read in large buffers, large ones are skipped: the window grows and shrinks with the number of
-# members in it. Every header's checksum is verified, and a defect is reported with its byte offset.
+# Small members are read in large buffers; the contents of large ones are not read at all. The bytes of one read grow
+# and shrink with the number of members found in the last. Every header's checksum is verified, and a defect is reported
+# with its byte offset.
 
 
 _MIN_WINDOW = 4 << 10
 _START_WINDOW = 256 << 10
 _MAX_WINDOW = 2 << 20
-_MAX_HEADERS = 64 << 20  # a longer chain of long names is no tar
+_MAX_HEADERS = 64 << 20  # bytes of long names in front of one member; more of them is no tar
 _ADLER_MODULUS = 65521
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 
@@ -108,9 +109,9 @@ def _integers() -> array[int]:
 class ShardScan:
     """The samples of one tar and their parts; columns of equal length for samples, and for parts.
 
-    The columns are arrays of 64-bit integers, because scans cross from worker processes to the writer. A part that is a
-    hard link has the place of its target; `linked` are the numbers of these parts. `faults` are samples that would lack
-    something if they were read: the number of each, and the error that says what.
+    The columns are arrays of 64-bit integers, because worker processes send them to the writer. A part that is a hard
+    link has offset and size of its target's content; `linked` has the numbers of these parts. `faults` has the samples
+    that would lack something if they were read: the number of each, and the error that says what.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -123,7 +124,7 @@ class ShardScan:
     faults: list[tuple[int, DatasetError]] = field(default_factory=list)
 
     def follow(self, store: Store, rel: str) -> Follow | None:
-        """Return what finds the content of hard links in the tar that was scanned; None if it has none."""
+        """Return a function that finds the content of the hard links of this tar; None if it has none."""
         places = {
             f"{self.keys[self.part_samples[number]]}.{self.part_names[number]}": ByteRange(
                 store=store, rel=rel, offset=self.part_offsets[number], size=self.part_sizes[number]
@@ -133,7 +134,7 @@ class ShardScan:
         return _Links(places, store.url(rel)) if places else None
 
     def check(self, *, unseen: bool = False) -> None:
-        """Raise the first fault; with `unseen`, of those that reading the samples one by one does not find."""
+        """Raise the first fault; with `unseen`, the first that reading the samples one by one would not find."""
         kind = (DuplicateKeyError, UnsupportedShardError) if unseen else DatasetError
         errors = [error for _, error in self.faults if isinstance(error, kind)]
         if errors:
@@ -147,7 +148,7 @@ class ShardScan:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """Where the hard links of a tar lead, by the names of the links; goes to other processes."""
+    """The content of each hard link of a tar, by the name of the link; a class, since processes pickle it."""
 
     places: Mapping[str, ByteRange]
     where: str
@@ -159,15 +160,15 @@ class _Links:
 
 
 Take = Callable[["ShardScan", int, bytes], None]
-"""Takes the bytes of a tar in turn, by offset, after the scan has found what begins in them."""
+"""Called with the scan so far, an offset and the bytes there; what begins in these bytes is in the scan already."""
 
 
 def scan_tar(store: Store, rel: str, take: Take | None = None, *, may_be_empty: bool = False) -> ShardScan:
     """Walk all headers of a tar; raises CorruptShardError naming the shard and the byte offset of the defect.
 
     A tar without samples is an error, too, unless it has no files at all and `may_be_empty`. A compressed one is an
-    UnsupportedShardError. What concerns single samples is noted in `faults`. With `take`, all bytes of the samples are
-    read, once.
+    UnsupportedShardError. Defects of single samples go to `faults`. With `take`, all bytes of the samples are read,
+    once.
     """
     try:
         return _scan(store, rel, take, may_be_empty)
@@ -202,6 +203,7 @@ def _scan(store: Store, rel: str, take: Take | None, may_be_empty: bool) -> Shar
         buffer = store.read_range(rel, base, min(max(window, needed), size - base))
         before = len(scan.part_names)
         position, needed = _scan_buffer(scan, others, buffer, base=base, size=size, where=where)
+        # `position` may lie behind the buffer, after a large member: `take` gets the bytes in between, too.
         if take is not None:
             take(scan, base, buffer[:position])
             for offset in range(base + len(buffer), base + position, _MAX_WINDOW):
@@ -209,7 +211,7 @@ def _scan(store: Store, rel: str, take: Take | None, may_be_empty: bool) -> Shar
         base += position
         if needed == 0:
             break
-        added = len(scan.part_names) - before
+        added = len(scan.part_names) - before  # members in this buffer: few of them means that they are large
         if added > 8 or take is not None:
             window = min(window * 4, _MAX_WINDOW)
         elif added < 4:
@@ -267,6 +269,8 @@ def _scan_buffer(
     while position + 512 <= length:
         header = buffer[position : position + 512]
         start = position
+        # The usual header (a regular file, a short name without prefix, ustar, octal size) is read right here, which is
+        # faster; `next_member` reads all others.
         if header[156] == 48 and not header[345] and header[257:262] == b"ustar" and _checksum_fits(header):
             end = header.find(0, 0, 100)
             try:
@@ -321,7 +325,7 @@ def _scan_buffer(
 
 
 def _follow(scan: ShardScan, others: _Others, where: str) -> None:
-    """Give hard links the places of their targets, which are in front of them; note all others as faults."""
+    """Give hard links offset and size of their targets, which are in front of them; note all other links as faults."""
     places: dict[str, list[tuple[int, int]]] = {}
     for name, offset, size in others.files:
         places.setdefault(_path(name), []).append((offset, size))
@@ -336,7 +340,7 @@ def _follow(scan: ShardScan, others: _Others, where: str) -> None:
                 scan.faults.append((sample, not_a_file(member, where, _NOT_IN_FRONT * member.is_hard_link)))
                 lost.append(number)
                 continue
-            scan.linked.append(number - len(lost))
+            scan.linked.append(number - len(lost))  # its number once the lost ones are deleted
             scan.part_offsets[number], scan.part_sizes[number] = targets[-1]
         places.setdefault(_path(name), []).append((scan.part_offsets[number], scan.part_sizes[number]))
     for number in reversed(lost):
@@ -348,8 +352,9 @@ def _path(name: str) -> str:
 
 
 def _find_faults(scan: ShardScan, store: Store, rel: str) -> None:
-    """Note parts that are there twice with different content, and samples in pieces."""
+    """Note parts that a sample has twice with different content, and samples whose parts are not adjacent."""
     where = store.url(rel)
+    # One number for each sample and part name: if all differ, as in nearly all tars, no part is there twice.
     codes = {name: number for number, name in enumerate(set(scan.part_names))}
     parts = np.fromiter(map(codes.__getitem__, scan.part_names), np.int64, len(scan.part_names))
     parts += np.asarray(scan.part_samples) * len(codes)
@@ -367,7 +372,7 @@ def _find_faults(scan: ShardScan, store: Store, rel: str) -> None:
 def find_pieces(
     keys: Sequence[str], parts_of: Callable[[int], Collection[str]], where: str
 ) -> Iterator[tuple[int, DuplicateKeyError]]:
-    """Yield the samples of a tar that are the rest of an earlier one: its key again, and other parts.
+    """Yield the samples of a tar that are further parts of an earlier one: they have its key, and other part names.
 
     Keys are the same here if unpacking makes one file name of them (`./a` is `a`), or if they differ in their Unicode
     form alone: what one system wrote composed, another has written decomposed.
@@ -409,7 +414,10 @@ def other_parts(first: str, key: str, there: Collection[str], second: str, here:
 
 
 def _checksum_fits(header: bytes) -> bool:
-    """Check the checksum of a header by Adler-32, whose low half is one plus the sum of the bytes."""
+    """Check the checksum of a header by Adler-32, whose low half is one plus the sum of the bytes, modulo 65521.
+
+    A tar's checksum counts its own 8 bytes as spaces, which sum to 256. zlib sums faster than Python.
+    """
     try:
         expected = int(header[148:154], 8)
     except ValueError:

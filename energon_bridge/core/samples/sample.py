@@ -179,7 +179,7 @@ class _Record:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Set before `dataclass` would generate a text of everything; a class with its own keeps it.
+        # Set here, so that `dataclass` does not generate one that prints all pixels; a class with its own keeps it.
         if "__repr__" not in cls.__dict__:
             cls.__repr__ = _Record.__repr__  # type: ignore[method-assign]
 
@@ -385,7 +385,7 @@ _META_COLLATORS: dict[str, Callable[[list[Any]], Any]] = {
     "__restore_key__": tuple,
     "__subflavors__": list,
     "__sources__": _concatenated,
-    # Only the caller knows which rows are real, not the rows themselves.
+    # Rows do not know whether they are real or masked; the caller sets it.
     "__valid__": lambda _: None,
 }
 
@@ -407,9 +407,10 @@ def _column(samples: Sequence[Any], name: str) -> list[Any] | None:
 
 
 def over_tensors(value: Any, change: Callable[[Any], Any], method: str) -> Any:
-    """Return a value in which everything, at any depth, that has a method is what `change` makes of it.
+    """Return a copy of a value in which `change(entry)` replaces every entry, at any depth, that has a method.
 
-    Tensors are known by a method of theirs, so nothing here imports torch. Containers are copied and keep their class.
+    `method` is its name: tensors are recognised by one of theirs, so that nothing here imports torch. Containers are
+    copied and keep their class.
     """
     if hasattr(value, method):
         return change(value)
@@ -442,7 +443,7 @@ def to_device(value: Any, device: Any, *, non_blocking: bool = True) -> Any:
     """Return a value with all tensors, at any depth, on a device; keys, sources and texts are not copied."""
 
     def moved(entry: Any) -> Any:
-        # Others with such a method, as of transformers' batches, need not know the option.
+        # Other classes with a method `to`, such as transformers' batches, may not take `non_blocking`.
         ours = isinstance(entry, _Record) or hasattr(entry, "data_ptr")
         return entry.to(device, non_blocking=non_blocking) if ours else entry.to(device)
 

@@ -165,6 +165,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _stack_arrays(rows: list[np.ndarray]) -> np.ndarray:
     first = rows[0]
     large = first.nbytes >= _LARGE_ROW and len(rows) * first.nbytes >= streaming.LARGE
+    # Streaming stores pay off for long rows of a large batch; numpy does the rest, and all that needs converting.
     if not large or any(row.dtype != first.dtype or not row.flags.c_contiguous for row in rows):
         return np.stack(rows)
     batch = lent((len(rows), *first.shape), first.dtype)
@@ -203,7 +204,7 @@ def _memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 def _undo(order: Sequence[int]) -> list[int]:
-    """Return the permutation that restores the dimensions of a batch of rows laid out by `order`, the row first."""
+    """Return the permutation that undoes `order` for a batch of rows, whose dimension 0 is the row."""
     return [0, *(1 + order.index(dim) for dim in range(len(order)))]
 
 
@@ -221,10 +222,10 @@ def _check_not_empty(tensors: Sequence[torch.Tensor]) -> None:
 # batch would. Slabs come from a pool and go back to it when nobody has a tensor over them any more. In a worker process
 # they lie in the memory that it shares with the training process, so that a batch is not copied on its way there.
 #
-# Invariant: values are those of separate memory. A row is given out once; a slab is used again only when the last view
-# of it is gone, as the `Block` that all views refer to tells; and rows are taken for a batch only if they lie in a slab
-# of that pool, in order and without a gap. What does not fit (an image of another size, rows that a hook replaced or
-# left out) is copied.
+# Invariant: values are those of separate memory. A row is given out once; a slab is used again only when its last view
+# is freed, which a weak reference to the `Block` that all views refer to reports; and rows become a batch without a
+# copy only if they lie in a slab of that pool, in order and without a gap. What does not fit (an image of another size,
+# rows that a hook replaced or skipped) is copied.
 #
 # Pixels for models go the same way: the engine decodes the images of a microbatch into memory of one piece, each as
 # what the model takes (`DeferredImage.made`), and `concat_pad` finds the rows adjacent (`SlabPool.adopt_joined`).
@@ -233,7 +234,7 @@ def _check_not_empty(tensors: Sequence[torch.Tensor]) -> None:
 SLABS: ContextVar[SlabPool | None] = ContextVar("energon_bridge_slabs", default=None)
 """The pool whose rows may become batches, while the engine collates."""
 LENDER: ContextVar[Lender | None] = ContextVar("energon_bridge_lender", default=None)
-"""Whose memory the batches come from that are stacked, while the engine collates."""
+"""Gives the memory for stacked batches, while the engine collates."""
 UNALIGNED = 8
 """Bytes to leave free in front of pixels. Where their address is a multiple of the width of a register, libjpeg-turbo
 writes them past the caches: whoever reads them next waits for them, and decoding itself takes up to a tenth longer.
@@ -242,7 +243,9 @@ writes them past the caches: whoever reads them next waits for them, and decodin
 _KEPT, _KEPT_BYTES = 5, 256 << 20
 """Unused slabs that are kept, and their bytes; the one that was used last is kept however large it is."""
 _PAUSE = 256
+"""Microbatches without a slab after too many images did not fit theirs."""
 _MISFITS = 8
+"""Images that may always be of another size than their slab's rows."""
 _MOST_SPARE = 8
 """Memory is used again for something smaller if at most this fraction of it, 1/8, is left over."""
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.uint8: np.dtype(np.uint8), torch.float32: np.dtype(np.float32)}
@@ -255,24 +258,25 @@ _TRAITS: tuple[Callable[[Any], Any], ...] = (*map(attrgetter, ("shape", "dtype",
 
 
 class _Memory(np.ndarray[Any, Any]):
-    """What a `Block` is a view of. Its type ends numpy's search for the owner of memory, see there."""
+    """The array that a `Block` is a view of; a type of its own, so that views of a block refer to the block."""
 
 
 class Block(np.ndarray[Any, Any]):
     """Bytes that are used again when no view of them is left: every view, of any kind, refers to the block.
 
-    numpy lets a view refer to what its original is a view of, as long as that has the type of the view. A view of a
-    block never gets past it, because what a block is a view of has a type that nothing else has.
+    numpy sets the `base` of a view not to its original but to the original's own base, as long as that has the type of
+    the view. So a view of a view of a block has the block as its base, and goes no further: the block's own base is a
+    `_Memory`, a type that no view has.
     """
 
 
 def block_over(memory: np.ndarray[Any, Any]) -> Block:
-    """Return bytes as a block. A weak reference to it calls back when the last view of it has gone."""
+    """Return bytes as a block. A weak reference to the block calls back when its last view is freed."""
     return memory.view(_Memory).view(Block)
 
 
 class Lender(Protocol):
-    """Memory that knows by itself when it is not used any more."""
+    """Memory that is used again by itself, as soon as no array refers to it."""
 
     def lend(self, size: int) -> np.ndarray | None:
         """Return that many bytes, shape (size,), or None if there is no room."""
@@ -284,11 +288,11 @@ class Lender(Protocol):
 def lent(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     """Return an uninitialised array for a batch: while the engine collates, in memory that is used again.
 
-    In a worker that is memory which crosses without a copy, if it has room.
+    In a worker that is memory shared with the training process, if it has room, so that the batch is not copied there.
     """
     lender = LENDER.get()
     base = None if lender is None else lender.lend(math.prod(shape) * dtype.itemsize)
-    # A view of the lender's type, which is what keeps its memory.
+    # The view must have the lender's type (see `Block`): only then does it keep the memory from being used again.
     return np.empty(shape, dtype) if base is None else type(base)(tuple(shape), dtype, base)
 
 
@@ -303,7 +307,7 @@ class SlabPool:
         self.lender: Lender | None = None
         self._lock = threading.Lock()
         self._used: dict[int, weakref.ref[Block]] = {}  # by address
-        self._gone: deque[tuple[int, np.ndarray]] = deque()
+        self._gone: deque[tuple[int, np.ndarray]] = deque()  # freed, not yet in `_free`: address and memory
         self._free: dict[int, np.ndarray] = {}  # by address, the one that was used last at the end
         self._fits = self._misfits = self._pause = 0
 
@@ -324,7 +328,8 @@ class SlabPool:
             memory = self._free.pop(fitting[-1]) if fitting else np.empty(size, dtype=np.uint8)
             block = block_over(memory)
             address = memory.ctypes.data
-            # A block may go anywhere, also under this lock: that it has gone is only noted.
+            # The last reference to a block may be dropped anywhere, even by a thread that has this lock: so the
+            # callback takes no lock, and only notes the memory (appending to a deque is atomic).
             self._used[address] = weakref.ref(block, lambda _: self._gone.append((address, memory)))
             return block[:size]
 
@@ -346,9 +351,9 @@ class SlabPool:
             self._pause = _PAUSE
 
     def adopt(self, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return n rows of shape (…) as one tensor (n, …) over their own memory, or None if it must be copied.
+        """Return n rows of shape (…) as one tensor (n, …) over their own memory, or None if they must be copied.
 
-        Written for few calls into torch, each of which costs far more between decoded images than its own work.
+        It calls into torch seldom: between decoded images each call costs far more than its own work.
         """
         first = rows[0]
         if first.dtype not in _DTYPES or not first.is_cpu or first.layout is not torch.strided:
@@ -357,7 +362,7 @@ class SlabPool:
         start = first.data_ptr()
         end = start + len(rows) * size
         if not size or list(map(torch.Tensor.data_ptr, rows)) != list(range(start, end, size)):
-            return None
+            return None  # not side by side, in order
         lent = self.lent_at(start, end - start)
         if lent is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
             return None
@@ -365,6 +370,7 @@ class SlabPool:
         shape = first.shape
         item = first.itemsize
         strides = [item * step for step in first.stride()]
+        # The last element of a row must end where the row's bytes end: then its elements fill them, in any order.
         if sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + item != size:
             return None  # a piece of an image: a batch would have gaps
         # A view of the lender's type, which is what keeps its memory.
@@ -422,7 +428,7 @@ class Slab:
     ) -> tuple[list[np.ndarray], list[torch.Tensor]] | None:
         """Return arrays (height, width, channels) and tensors (channels, height, width) over the memory of all rows.
 
-        None if the rows have another shape. A row is for one image, which whoever asks must see to.
+        None if the rows have another shape. The caller must use each row for one image only.
         """
         with self._lock:
             if not self._arrays:
@@ -440,9 +446,9 @@ class Slab:
 
 
 class Stacking:
-    """``with Stacking(slabs, lends=True):`` rows of slabs become batches as they lie; what is stacked is lent memory.
+    """``with Stacking(slabs, lends=True):`` rows that lie side by side in a slab become a batch without a copy.
 
-    The memory is that of the pool's lender, or of the pool. Without `lends` it is as outside.
+    With `lends`, other rows are stacked in memory of the pool's lender, or of the pool if it has none.
     """
 
     __slots__ = ("_lends", "_lent", "_slabs", "_token")

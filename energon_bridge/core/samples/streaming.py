@@ -40,7 +40,7 @@ def divide_with_numpy(pixels: np.ndarray, out: np.ndarray) -> None:
 
 def copy_with_numpy(source: Any, out: Any) -> None:
     """Copy as `copy` does, without the compiled part."""
-    np.copyto(np.asarray(out), np.asarray(memoryview(source)))  # bytes would become a string
+    np.copyto(np.asarray(out), np.asarray(memoryview(source)))  # np.asarray of bytes would be an array of one string
 
 
 divide: Callable[[np.ndarray, np.ndarray], None] = divide_with_numpy
