@@ -73,7 +73,7 @@ class Connections:
         idle = self._idle.get((scheme, place), [])
         while idle:
             try:
-                since, connection = idle.pop()  # no lock: the threads would queue for it
+                since, connection = idle.pop()  # no lock: it would make threads wait for one another
             except IndexError:
                 break
             if time.monotonic() - since < _IDLE_SECONDS and connection.sock is not None:
@@ -94,11 +94,11 @@ class Connections:
         return secured, True
 
     def keep(self, url: str, connection: http.client.HTTPConnection) -> None:
-        """Keep a connection to the server of a URL, all of whose last answer has been read."""
+        """Keep a connection to the server of a URL for reuse; its last answer must be read to the end."""
         self._idle.setdefault(place_of(url), []).append((time.monotonic(), connection))
 
     def close(self) -> None:
-        """Close those that wait."""
+        """Close the idle connections."""
         for connections in self._idle.values():
             for _, connection in connections:
                 connection.close()
@@ -129,7 +129,7 @@ def _route_to(scheme: str, place: str) -> Route:
 
 
 def allow_silence(connection: http.client.HTTPConnection, seconds: float) -> None:
-    """Have reads and writes of an open connection fail with TimeoutError after some seconds without a byte.
+    """Make reads and writes of an open connection raise TimeoutError after some seconds without a byte.
 
     By the kernel if possible: Python's own time-outs cost a poll(2) for each read, and forbid to read all of a body by
     one call.
@@ -146,7 +146,7 @@ def allow_silence(connection: http.client.HTTPConnection, seconds: float) -> Non
 
 
 def _received(sock: socket.socket, view: memoryview, *, all_of_it: bool = False) -> int:
-    """Fill a buffer with what comes; return how many bytes, 0 at the end."""
+    """Read once into a buffer; return the number of bytes, 0 at the end."""
     try:
         if all_of_it and type(sock) is socket.socket and sock.gettimeout() is None:
             return sock.recv_into(view, 0, socket.MSG_WAITALL)

@@ -46,7 +46,7 @@ class Bucket(Protocol):
     def target(self, key: str, *, fresh: bool) -> Target: ...
 
     def recover(self, refused: Refused) -> bool:
-        """Learn from a response; return whether to try again. Most have nothing to learn."""
+        """Adapt to an error response, such as by its region; return whether to try again. By default, do not."""
         return False
 
     def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
@@ -402,7 +402,7 @@ BUCKETS: dict[str, Callable[[str], Bucket]] = {
     "abfs": AzureBucket,
     "abfss": AzureBucket,
 }
-"""What makes the bucket of a URL, by its protocol; `open_store` lists the protocols too."""
+"""The class of the buckets of each protocol; `open_store` lists the protocols too."""
 
 _SETTINGS = {
     "s3": (

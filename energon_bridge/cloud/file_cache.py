@@ -132,7 +132,7 @@ class FileStoreCachePool(CachePool):
             files.join()
 
     def _here(self) -> KeptFiles | None:
-        """Return this process's cache, or None if it cannot have one."""
+        """Return the cache of this process, or None if its folder cannot be made."""
         if self._pid == os.getpid():
             return self._files
         if self._pid != -1:  # a fork may have copied the lock while a thread of the parent held it
@@ -171,7 +171,7 @@ class _KeptLazy(Lazy):
     """A lazy with a kept file, which it releases when it is collected."""
 
     def __init__(self, pool: FileStoreCachePool, files: KeptFiles, entry: KeptFile) -> None:
-        self._pool = pool  # which closes when nothing needs it any more
+        self._pool = pool  # a pool closes when nothing refers to it any more
         self._files = files
         self._entry = entry
 
@@ -333,7 +333,7 @@ class KeptFiles:
     # With the lock held ----------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Apply queued releases, and delete files that nobody needs any more."""
+        """Apply the queued releases; delete files without a request."""
         while self._released:
             entry = self._released.popleft()
             entry.references -= 1

@@ -37,7 +37,7 @@ from energon_bridge.core.storage.store import MADE
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 30.0
-"""Seconds without a byte after which a connection is dropped."""
+"""Seconds without a byte after which a connection is closed."""
 _GIVE_UP_SECONDS = 180.0
 _MOST_TRIES = 20
 _UNREACHED_TRIES = 4

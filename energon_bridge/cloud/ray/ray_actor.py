@@ -46,9 +46,9 @@ FRAME = struct.Struct("<QQ")
 LINE = struct.Struct("<Q")
 
 Said = tuple[bytes, int]
-"""What a board says, and when that was read."""
+"""The words of a board, and when they were read."""
 Ending = tuple[int | None, str, Said]
-"""Exit code of a worker, what is said of its end, and what its board said."""
+"""Exit code of a worker, its end in words, and the last words of its board."""
 
 
 class TrainersWorker(Worker):
@@ -65,7 +65,7 @@ class TrainersWorker(Worker):
         self.sentinel: int = self._process.sentinel
 
     def ask_to_end(self) -> None:
-        """The trainer does."""
+        """Do nothing: the trainer closes the link."""
 
 
 class WorkerActor:
@@ -158,7 +158,7 @@ class WorkerActor:
     # At any time -----------------------------------------------------------------------------------------------------
 
     def status(self, line: int) -> Said | None:
-        """Return what the worker's board says."""
+        """Return the words of the worker's board."""
         worker = self._workers.get(line)
         return None if worker is None else said_by(worker.board)
 
@@ -177,7 +177,7 @@ class WorkerActor:
 
 
 def _served(link: socket.socket, worker: Worker, wanted: Callable[[], bool]) -> bool:
-    """Serve a worker to its end; say whether that came, and not that of the relay.
+    """Serve a worker until it or the relay ends; return whether it was the worker.
 
     The relay is handed what it makes, and it what the relay says, but for one that talks to the trainer.
     """
@@ -231,13 +231,13 @@ def name_here(token: bytes, line: int) -> str:
 
 
 def machine() -> str:
-    """Return what is the same only for processes that can share memory and see one another: of one user, too."""
+    """Return a name that is equal only for processes of one user that can share memory and see one another."""
     names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "mnt", "user")]
     return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *names, str(os.getuid())])
 
 
 def versions() -> dict[str, str]:
-    """Return what has to be the same on all machines, for their streams to be."""
+    """Return the versions that must be equal on all machines, so that their streams are equal."""
     python = ".".join(platform.python_version_tuple()[:2])
     numpy = sys.modules["numpy"].__version__
     torch_ = torch.__version__.partition("+")[0]
@@ -245,7 +245,7 @@ def versions() -> dict[str, str]:
 
 
 def dumped(value: Any) -> bytes:
-    """Pickle what a worker is to do, also classes of the training script and functions in functions."""
+    """Pickle the work of a worker, also classes of the training script and functions in functions."""
     from ray import cloudpickle
 
     data: bytes = cloudpickle.dumps(value)
@@ -253,21 +253,21 @@ def dumped(value: Any) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The memory of a worker, as relays and actors have it that did not make it.
+# The memory of a worker, mapped by relays and actors from its descriptors.
 
 
 def board_at(file: int) -> Board:
-    """Return the board that a descriptor is of."""
+    """Map the board of a descriptor."""
     return Board(memory=SharedMemory(os.fstat(file).st_size, file=file))
 
 
 def said_by(board: Board) -> Said:
-    """Return what a board says, and the time on the clock that it is written by."""
+    """Return the words of a board, and the time by the clock of its machine."""
     return board.memory[:], time.monotonic_ns()
 
 
 def show(board: Board, said: Said) -> None:
-    """Say what another board said, but how many were sent and whether it has begun or ended: that is known here."""
+    """Copy the words of another board, but those on sending, beginning and end, which are known better here."""
     content, now = said
     words = board.words
     later = time.monotonic_ns() - now
@@ -279,7 +279,7 @@ def show(board: Board, said: Said) -> None:
 
 
 def note_end(board: Board, code: int | None) -> None:
-    """Say that the worker has ended."""
+    """Note on a board that the worker has ended."""
     board.words[ENDED] = 1 if code is None else 1000 + code
 
 
@@ -290,13 +290,13 @@ def ending_of(board: Board) -> tuple[bool, int | None]:
 
 
 def arena_at(file: int) -> Arena:
-    """Return the arena that a descriptor is of."""
+    """Map the arena of a descriptor."""
     size = os.fstat(file).st_size
     return Arena(size - HEADER, memory=SharedMemory(size, file=file))
 
 
 class RelayOutbox(Outbox):
-    """The outbox of a worker elsewhere: the bytes of its messages are still to come."""
+    """The outbox of a worker on another machine, whose messages arrive ahead of their bytes."""
 
     def reserve(self, lengths: Sequence[int]) -> list[tuple[Place, memoryview]]:
         """Return places for the bytes of a message, and where to write them."""

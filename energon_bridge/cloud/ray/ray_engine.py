@@ -63,7 +63,7 @@ _STATE_SECONDS = 3.0
 _KILL_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _REPLACE_SECONDS = 2.0
-"""Time for an actor that replaces one, or takes over from one, before a process beside the trainer does."""
+"""Seconds to wait for an actor that replaces one or takes over from one, before a process beside the trainer does."""
 _SERVE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from energon_bridge.cloud.ray.ray_relay import main; main(int(sys.argv[2]))"
@@ -139,7 +139,7 @@ class RelayProcess:
         return None
 
     def request(self, *request: Any, files: tuple[int, ...] = ()) -> None:
-        """Send a request, which a relay that is gone does not get."""
+        """Send a request; if the relay has ended, do nothing."""
         if not self.lost:
             try:
                 socket.send_fds(self._control, [pickle.dumps(request)], files)
@@ -158,7 +158,7 @@ class RelayProcess:
 
     @property
     def moves(self) -> Sequence[int]:
-        """Return the lines that would better be elsewhere."""
+        """Return the lines that should go on on another actor."""
         while (answer := self._next(0.0)) is not None:
             self._answers[answer[0], answer[1]] = answer[2:]
         numbers: Sequence[int] = self._answers.get(("moves", 0), ((),))[0]
@@ -171,10 +171,10 @@ class RelayProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs and hears; a fork of this process has none."""
+        """Whether the relay runs and its socket is open; False in a fork of this process."""
         if not self.lost:
             heard = select.poll()
-            heard.register(self._control, 0)  # that it has hung up is said in any case
+            heard.register(self._control, 0)  # 0: POLLHUP is reported without being asked for
             self.lost = self.process_id != os.getpid() or self._process.poll() is not None or bool(heard.poll(0))
         return not self.lost
 
@@ -190,7 +190,7 @@ class RelayProcess:
         self.lost = True
 
     def end(self) -> None:
-        """Let it end, and see to it."""
+        """Ask the relay to end; kill it if it does not."""
         self.close()
         try:
             self._process.wait(_KILL_SECONDS)
@@ -242,7 +242,7 @@ class ActorProcess:
             self.relay.request("kill", self.number)
 
     def close(self) -> None:
-        """Give back what there is of it in this process."""
+        """Free the descriptors and memory that this process has of it."""
         self.closed = True
         self._release()
         if self.local is not None:
@@ -436,7 +436,7 @@ class RayEngine:
         return next((process.worker for process in moves if not process.closed), None)
 
     def _difference(self, node: str, theirs: dict[str, str]) -> str | None:
-        """Return what makes the stream of a node another one: another version of this package; warn of others."""
+        """Return what would change the stream on a node: another version of this package; warn of other differences."""
         ours = versions()
         other = [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if theirs[name] != ours[name]]
         if theirs["energon_bridge"] != ours["energon_bridge"]:
@@ -483,9 +483,9 @@ _REFUSED = (
 
 
 _CATCH_UP_SECONDS = 5.0
-"""Time for a worker to catch up with the one that it takes over from, before that one waits."""
+"""Seconds for a worker to catch up with the one that it takes over from, before that one must wait."""
 _MOVE_SECONDS = 60.0
-"""Time before a worker that could not go on elsewhere tries again."""
+"""Seconds before a worker that could not go on elsewhere tries again."""
 
 
 class MovingEngine(Engine, Protocol):
@@ -683,5 +683,5 @@ class MovingPool(WorkerPool):
 def workers_on_ray(
     config: WorkerConfig, watchdog: WatchdogSettings | None, *, finite: bool
 ) -> tuple[Engine, type[WorkerPool]]:
-    """Return what starts the workers of a loader on a Ray cluster, and the pool that they are in."""
+    """Return the engine that starts the workers of a loader on a Ray cluster, and the class of their pool."""
     return RayEngine(config, watchdog, finite=finite), MovingPool

@@ -86,9 +86,9 @@ class Line:
     Attributes:
         patience: Seconds to wait for a seat.
         tcp: The connection to its actor; of one on this machine nothing comes over it.
-        front: What has come of a frame, until its pickle is there.
+        front: The bytes received of a frame, until its pickle is complete.
         message: The message of a frame whose bytes are coming, with the places for these that are not full.
-        owed: Microbatches that it may have and has not.
+        owed: Credits: microbatches that the trainer asked for and has not got.
         since: When the last one came.
         watched: When the actor was asked for its board, which it has not answered yet.
         direct: Whether its worker talks to the trainer itself.
@@ -171,7 +171,7 @@ class Relay:
         self._ray.shutdown()
 
     def _when(self, call: Any, done: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
-        """Have the loop do something with the result of a call, or its error."""
+        """Call a function on the loop with the result of a call to Ray, or with its error."""
 
         def came(future: Any) -> None:
             error = future.exception()
@@ -411,7 +411,7 @@ class Relay:
         self._selector.register(line.tcp, selectors.EVENT_READ, lambda: self._read(line))
 
     def _read(self, line: Line) -> None:
-        """Read what has come from an actor, frame by frame, and hand each to the trainer when it is complete."""
+        """Read the bytes received from an actor; hand each frame to the trainer when it is complete."""
         while line.number in self._lines and line.tcp is not None and not line.direct:
             try:
                 if line.waiting:
@@ -435,7 +435,7 @@ class Relay:
                 return
             except OSError:
                 got = 0
-            if not got:  # Ray says why
+            if not got:  # the connection broke; an event of Ray tells why
                 self._selector.unregister(line.tcp)
                 line.tcp.close()
                 line.tcp = None
@@ -470,7 +470,7 @@ class Relay:
         line.since = time.monotonic()
 
     def _lose(self, seat: Seat, error: Exception) -> None:
-        """Give an actor up that has ended, or whose node has."""
+        """Give up an actor that has ended, or whose node has."""
         if seat not in self._seats:
             return
         self._seats.remove(seat)
@@ -519,7 +519,7 @@ class Relay:
             self._give_up(seat)
 
     def _forget(self, line: Line) -> None:
-        """Give back what there is of a line in this process."""
+        """Free the descriptors and memory that this process has of a line."""
         del self._lines[line.number]
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line.link)
@@ -538,7 +538,7 @@ class Relay:
     # Now and then ----------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See to lines that have no actor, or whose actor says nothing, and to actors that have no line."""
+        """Look after lines without an actor or with a silent one, and after actors without a line."""
         now = time.monotonic()
         options = self._options
         if now - self._looked < _LOOK_SECONDS:
@@ -616,7 +616,7 @@ class Relay:
             min(seats, key=lambda seat: len(seat.lines)).leaving = True
 
     def _watch(self, line: Line) -> None:
-        """Ask an actor what its worker is doing, and say it on the board of the line."""
+        """Ask an actor for the board of its worker, and copy it to the board of the line."""
         seat = line.seat
         assert seat is not None
         line.watched = time.monotonic()

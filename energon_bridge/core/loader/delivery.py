@@ -56,7 +56,7 @@ class Delivery:
         last: What a masked microbatch repeats.
         seconds: Time that all processes took for the microbatches handed out.
         pins: Whether batches are copied to pinned memory.
-        used_last: The mark of the iterator that was used last, which itself would form a circle.
+        used_last: A mark of the iterator that was used last; the iterator itself would make a reference cycle.
     """
 
     def __init__(self, spec: DatasetSpec, config: WorkerConfig, watchdog: WatchdogSettings | None) -> None:
@@ -105,7 +105,7 @@ class Delivery:
             position.epoch_steps = 0
 
     def moved(self) -> None:
-        """Go on from the position, which was changed."""
+        """Drop what was made ahead and go on from the position, which the caller has changed."""
         self.stop()
         self.last = None
         self.resumed = True
@@ -182,13 +182,13 @@ class Delivery:
         """Begin to copy the next microbatch if a worker has made it, while the trainer has the one before."""
         if self.spec.ends or self._held or self._source is not self.pool:
             return
-        # What it raises is met again, and raised, when that microbatch is due: the one before is delivered.
+        # An error here is raised when that microbatch is due; the one before it is delivered first.
         with contextlib.suppress(Exception):
             if self.pool.next_is_ready():
                 self._held.append(self._pull())
 
     def _report(self, item: LaneBatch) -> None:
-        """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
+        """Log the samples that failed on the way to a microbatch; raise if there are too many."""
         spec = self.spec
         config = self.config
         position = self.position
@@ -196,7 +196,7 @@ class Delivery:
         check_rates(position, item, spec.settings.error_policy, spec.failure_log)
 
     def _masked(self) -> Any:
-        """Return a microbatch that does not exist: real rows with the mask all false."""
+        """Return a masked microbatch: the rows of the last real one, or the next, with `__valid__` all false."""
         if self.last is None and not self._held:
             self._held.append(self._pull())
         if self._held:
@@ -268,7 +268,7 @@ class Delivery:
 
     @property
     def _is_foreign(self) -> bool:
-        """Whether another process, of which this one is a fork, has started what makes the units."""
+        """Whether this process is a fork of the one that started the workers or threads."""
         return self._source is not None and self._process != os.getpid()
 
     def check_process(self) -> None:
@@ -281,7 +281,7 @@ class Delivery:
             )
 
     def stop(self) -> None:
-        """Drop what was made ahead; the next microbatch is made from the position on."""
+        """Stop workers and threads and drop what they made ahead; the next microbatch is made from the position on."""
         if isinstance(self._source, Production) and not self._is_foreign:
             self._source.close()
         self._stop_workers()

@@ -109,7 +109,7 @@ logger = logging.getLogger(__name__)
 
 _ERRORS = COUNTERS.index("errors")
 _LOST_SHARE, _LOST_LEAST = 0.05, 5
-"""Share of a dataset's samples, and number of samples, whose loss is worth a warning."""
+"""Share of a dataset's samples, and number of them, from which on their loss gives a warning."""
 AT_END, AT_EPOCH, AT_ANY_TIME = 1, 5, 100
 """Samples drawn of a dataset before a warning is given: at the end of a run, at the end of an epoch, in between."""
 
@@ -182,7 +182,7 @@ _LOSSES = {
     "excluded": ("{} are listed in `exclude`", "To keep them, remove them from `exclude` in split.yaml."),
     "banned": ("{} are banned", "`energon checkpoint show` lists the bans of a state."),
 }
-"""Counters of what is lost: how that is said, and what to do about it."""
+"""Counters of draws that delivered nothing: the word for it in a warning, and the advice."""
 
 
 def _by_dataset(leaves: Sequence[Leaf], counts: Counts, waiting: Counter[int]) -> dict[str, Counter[str]]:

@@ -34,16 +34,16 @@ from energon_bridge.core.stream.watchdog import EXIT_CODE, GRACE_SECONDS, Activi
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
-"""Between two looks at a worker that is waited for."""
+"""Seconds between two looks at a worker whose microbatch is due."""
 _BEGIN_SECONDS = 30.0
-"""Time for a forked worker to begin; it doubles with each attempt that failed."""
+"""Seconds that a forked worker may take to begin; doubled after each attempt that failed."""
 _IMPORT_FACTOR = 10
-"""Factor of that time for workers that import everything first, on nodes that are busy with it."""
+"""That time is so many times longer for workers that import everything first, on nodes that are busy with it."""
 END_SECONDS = 5.0
 _RESTARTS_WITHOUT_A_BATCH = 3
 _DEATHS_OF_A_SAMPLE = 3
 _SHORT_WAIT_MILLISECONDS = 1
-"""Waiting that profilers are not told of: telling them costs 15 us, whether there are any or not."""
+"""Seconds of waiting up to which profilers are not called: a call costs 15 us, with or without a profiler."""
 _RANGE = "enumerate(DataLoader)#SavableDataLoader.__next__"
 """What profilers call the time spent waiting for any DataLoader."""
 
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Return what a worker is doing: the stacks of its threads, or that it is stopped."""
 
     def metrics(self) -> dict[str, float]:
-        """Return what is to be counted of it, by name."""
+        """Return further counters of the workers, by name."""
 
 
 class Worker:
@@ -128,7 +128,7 @@ class Worker:
                 raise
 
     def has_sent(self, milliseconds: int) -> bool:
-        """Wait some time for a message, or the end of the worker; say whether there is any."""
+        """Wait some seconds for a message or the end of the worker; return whether either came."""
         return bool(self._poll.poll(milliseconds))
 
     def fileno(self) -> int:
@@ -145,12 +145,12 @@ class Worker:
             return b""
 
     def send(self, command: bytes) -> None:
-        """Send a command, which one that is gone does not get."""
+        """Send a command; if the worker has ended, do nothing."""
         with contextlib.suppress(ConnectionError):
             self._link.send(command)
 
     def credit(self) -> None:
-        """Let it make one more microbatch."""
+        """Allow the worker to make one more microbatch."""
         self.send(CREDIT)
 
     @property
@@ -159,7 +159,7 @@ class Worker:
         return not self._process.is_alive()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait some seconds for the end of the process; say whether it came."""
+        """Wait some seconds for the process to end; return whether it did."""
         self._process.join(seconds)
         return self.is_gone
 
@@ -183,7 +183,7 @@ class Worker:
         return self._engine.ending(self._process)
 
     def close(self) -> None:
-        """Give back what there is in this process of a worker that has ended."""
+        """Free the descriptors and memory that this process has of a worker that has ended."""
         self._process.close()
         self._stacks.close()
 
@@ -377,7 +377,7 @@ class WorkerPool:
         return took > _BEGIN_SECONDS
 
     def _judge(self, worker: Worker, unit: int, settings: WatchdogSettings, since: float, reported: int) -> int:
-        """Say and do what must be done about a worker that is waited for; return how often something was said."""
+        """Log that a worker whose microbatch is due is late; kill it if it hangs. Return how often it was logged."""
         board = worker.board
         making_since = board.making_since
         took = time.monotonic() - (since if making_since is None else making_since)
@@ -507,7 +507,7 @@ class WorkerPool:
             suspects.clear()
 
     def forget(self) -> None:
-        """Let go of workers that another process started, of which this one is a fork."""
+        """Forget the workers, in a fork of the process that started them, without ending them."""
         self._workers = []
 
 

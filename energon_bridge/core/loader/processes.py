@@ -1,4 +1,4 @@
-"""Worker processes: how they start, and what each says of itself in memory that it shares with the training process.
+"""Worker processes: how they start, and the board on which each notes its progress, in memory shared with the trainer.
 
 The worker writes them as it goes; the training process looks at them only when a batch does not come. So they can be
 read of a worker that is stopped, that holds the interpreter lock in a call, or that is gone.
@@ -42,7 +42,7 @@ from energon_bridge.core.stream.watchdog import HOOK, INDEX, LEAF, WORDS
 BEGUN, SINCE, _MADE, SENT, _SAID, ENDED = range(6)
 _FACTS = 6
 _THREADS = 32
-"""Loading threads whose work a worker reports to the watchdog; further ones are left out."""
+"""Loading threads whose work a worker reports to the watchdog; further ones are not reported."""
 _BY_CODE = {hook.code: hook for hook in Hook}
 
 
@@ -96,7 +96,7 @@ def _attached(descriptor: Any, size: int) -> SharedMemory:
 
 
 class StackFile:
-    """A file without a name into which a worker writes where its threads are, when it is asked by a signal."""
+    """A file without a name into which a worker writes the stacks of its threads when it gets a signal."""
 
     number = -1  # for `__del__`, if there is no descriptor left for the file
 
@@ -145,7 +145,7 @@ class Board:
     # Written by the worker --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Say that the worker runs."""
+        """Note that the worker runs."""
         self.words[BEGUN] = 1
 
     def start_pass(self) -> None:
@@ -153,19 +153,19 @@ class Board:
         self.words[_MADE] = self.words[SENT] = self.words[SINCE] = 0
 
     def start_item(self) -> None:
-        """Say that a microbatch is being made from now on."""
+        """Note that the worker makes a microbatch from now on."""
         words = self.words
         words[_SAID] = 0
         words[SINCE] = time.monotonic_ns()
 
     def end_item(self) -> None:
-        """Say that the microbatch has been made."""
+        """Note that the microbatch has been made."""
         words = self.words
         words[SINCE] = 0
         words[_MADE] += 1
 
     def sent(self) -> None:
-        """Say that the microbatch has been sent."""
+        """Note that the microbatch has been sent."""
         self.words[SENT] += 1
 
     def said(self) -> None:
@@ -229,7 +229,7 @@ StartMethod = Literal["fork", "forkserver", "spawn"]
 
 
 class _OfThisProcess:
-    """Makes a process object of multiprocessing one that has no effect in forks of the process that started it."""
+    """A process object of multiprocessing that does nothing in forks of the process that started it."""
 
     _started_by = 0
 
@@ -298,7 +298,7 @@ _calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None], Future[
 
 
 def start_process(method: StartMethod, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-    """Start a process that runs a function, and return what multiprocessing knows of it."""
+    """Start a process that runs a function; return multiprocessing's object for it."""
     if method == "forkserver" and not _forkserver_is_ours():
         method = "spawn"
     process = _KINDS[method](target=target, args=arguments, name=name, daemon=True)
@@ -329,7 +329,7 @@ def _forkserver_is_ours() -> bool:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Let an interrupt wait: a worker inherits that, and so gets none before it ignores them (`set_up_worker`)."""
+    """Block SIGINT on this thread: a worker that is forked here inherits that until it ignores it (`set_up_worker`)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -377,7 +377,7 @@ def refused_part(
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """Give the attributes of an object, or the items of a collection, by how they are written behind it."""
+    """Yield the attributes of an object (`.name`), or the items of a collection (`[0]`), by that notation."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple | set | frozenset):

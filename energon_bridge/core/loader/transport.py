@@ -53,7 +53,7 @@ DEFAULT_ARENA_BYTES = 1 << 30
 
 
 class _Lent(NamedTuple):
-    """A block that the worker itself has: offsets in the arena, and the block as long as it is in use there."""
+    """A block lent inside the worker: its offsets in the arena, and a weak reference to the block."""
 
     offset: int
     end: int
@@ -156,7 +156,7 @@ class Arena:
         return lent is not None and lent.block() is not None
 
     def take_back(self, slot: int, offset: int, length: int) -> memoryview:
-        """Return the bytes of a block that is not sent after all, and is free when the worker lets go of it."""
+        """Return the bytes of a block that is not sent after all; it is freed when the worker drops its last view."""
         self._map[slot] = _LENT
         return memoryview(self._map)[HEADER + offset : HEADER + offset + length]
 
@@ -181,7 +181,7 @@ class Arena:
         return free, offset
 
     def forget(self) -> None:
-        """Free the blocks that were never opened: the training process dropped their messages, in an earlier pass."""
+        """Free the blocks of messages that the training process dropped unread, in an earlier pass."""
         for slot in self._used:
             if self._map[slot] == _WRITTEN:
                 self._map[slot] = 0
@@ -249,7 +249,7 @@ class Outbox:
         return message
 
     def unshared(self, message: BatchMessage) -> BatchMessage:
-        """Return a message with copies of the blocks that the worker kept, which it must not see anybody write into.
+        """Return a message with copies of blocks that the worker still refers to: the trainer may write into its own.
 
         To be called when the worker has let go of the item as far as it knows, and before the message is sent.
         """
@@ -312,7 +312,7 @@ Place = tuple[int, int, int] | MemoryFile
 
 
 class BatchMessage(NamedTuple):
-    """Where a packed item is, or its pickle; `elsewhere` has number and place of each buffer in a block of its own."""
+    """The place of a packed item, or its pickle; `elsewhere` has number and place of each buffer in another block."""
 
     place: Place | bytes
     elsewhere: tuple[tuple[int, Place], ...] = ()
@@ -392,7 +392,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is its numbers in the memory of this process, and nothing else."""
+    """Return whether a tensor consists of numbers in the memory of this process alone."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     return not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())

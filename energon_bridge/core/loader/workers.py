@@ -42,9 +42,9 @@ from energon_bridge.core.stream.watchdog import WatchdogSettings
 CREDIT = b"+"
 AGAIN = b"p"
 MESSAGE_BYTES = 1 << 16
-"""More than any message has: a place of each block of an arena."""
+"""More bytes than any message has, even one that names every block of an arena."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""Makes a worker write down where its threads are; faulthandler does so at once, whoever has the interpreter lock."""
+"""Makes a worker write down the stacks of its threads; faulthandler does so at once, without the interpreter lock."""
 
 _STACK_SECONDS = 1.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -71,7 +71,7 @@ def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one worker is to do. It is forked with the process, or pickled.
+    """The work of one worker process, which inherits it by the fork or gets it pickled.
 
     Attributes:
         number: Which of the workers of its rank it is.
@@ -92,7 +92,7 @@ class Work:
     careful: bool
 
     def items(self, arena: Arena | None, board: Board, *, again: bool) -> Production:
-        """Make this worker's share; with `again`, of the next pass."""
+        """Make this worker's microbatches of the pass; with `again`, of the next pass."""
         position = self.position
         began = self.began
         held_back = self.held_back
@@ -133,7 +133,7 @@ def run_worker(
 
 
 class _LinkClosedError(BaseException):
-    """The other end was closed while this one was sending; no error of the stream, which may have broken pipes too."""
+    """The other end was closed while this one was sending; a class of its own, since hooks may break pipes too."""
 
 
 def _one_pass(
@@ -175,10 +175,10 @@ def _one_pass(
 
 
 def _heard(link: socket.socket) -> tuple[int, bytes | None]:
-    """Return the credits that have been sent, or the command that is not a credit; b"" is the end."""
+    """Return the credits that the training process sent, or another command; b"" if it closed the link."""
     try:
         command = link.recv(1)
-    except ConnectionResetError:  # closed, with something of this end's unread
+    except ConnectionResetError:  # the other end closed the link before it had read all that was sent
         command = b""
     return (1, None) if command == CREDIT else (0, command)
 
@@ -216,7 +216,7 @@ _UNBEGUN = (
     "It imports the training script and unpickles the task encoder. What failed there stands above, on standard error; "
     'the script must start its work under `if __name__ == "__main__":`, and the encoder be a class of a module',
 )
-"""What to do about workers that never begin: forks, and those that import everything."""
+"""The advice about workers that never begin: for forks, and for those that import everything."""
 
 
 class LocalProcesses:
@@ -240,7 +240,7 @@ class LocalProcesses:
         return start_process(self._method, f"energon-worker-{work.number}", run_worker, arguments)
 
     def settle(self) -> None:
-        """Nothing is waited for: a process that does not begin is noticed when it is due."""
+        """Wait for nothing: a process that does not begin is noticed when its microbatch is due."""
 
     def ending(self, process: Any) -> tuple[int | None, str]:
         """Return the exit code, and how that is said."""
@@ -269,7 +269,7 @@ class LocalProcesses:
 
 
 def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> None:
-    """Set a worker up, and say that it has begun.
+    """Set a worker process up, then note on its board that it has begun.
 
     Ctrl-C is for the training process, which then stops its workers; what that does at SIGTERM is its own affair, too.
     What the training process had made before is kept from the garbage collector, which would write to all of it and so
@@ -293,7 +293,7 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     keep_freed_memory()
     faulthandler.register(DUMP_SIGNAL, file=stacks.number, all_threads=True, chain=False)
     torch.set_num_threads(1)
-    # Where code draws that nobody seeds, such as that of threads of a hook, workers must not draw the same.
+    # Code that nobody seeds, such as threads of a hook, must not draw the same numbers in every worker.
     plan = work.position.plan
     seed = key_of("worker", plan.config.run_seed, plan.config.dp_rank, work.number)
     random.seed(seed)
