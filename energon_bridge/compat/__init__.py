@@ -1,9 +1,11 @@
 """`megatron.energon` served by energon_bridge: code written for megatron-energon runs unchanged.
 
-`install()` adds an import hook. From then on, `import megatron.energon` and its modules return the objects of this
-package (`table` maps the names), small adapters if arguments differ (`loading`, `factories`, `preparing`, `decoders`,
-`epath`), or names that raise when used and say what to use instead. `python -m energon_bridge.compat SCRIPT` does the
-same for a program that you do not want to change. docs/reference/compat.md lists all names.
+It imports core, models, cloud and tools. Begin with `install()`, which adds an import hook: from then on, `import
+megatron.energon` returns objects of this package. `surface` lists the public names of megatron-energon by module,
+`table` decides what each of them is here: our own object, an adapter, or a name that raises and says what to use.
+Adapters: `loading`, `factories`, `preparing`, `decoders`, `epath`; wrappers of datasets: `wrapped` describes them,
+`composed` makes a task encoder of them, `build_hooks` reads those of `build_…` hooks. `conventions` has the order of
+validation and the numbers that hooks see. `python -m energon_bridge.compat SCRIPT` runs a program without changing it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It imports the core only.
 
-Begin with `families/`, the encoders of models by their processors, or with `conversations/multimodal.py`, the encoder
-for a tokenizer and pixels of one's own. `conversations/` reads, renders and labels turns; `images/` decodes, resizes
-and lays out pixels; `av/` decodes video and sound; `packing/` chooses which samples share a pack or a batch, and joins
-them.
+Begin with `families/chat_encoder.py`, the task encoder for models of Hugging Face, or `conversations/multimodal.py`,
+the one for a tokenizer and an image processor of your own. `conversations/` decides what is asked and what is learned,
+`families/` how many tokens an image, video or sound takes, `images/` how pixels are decoded and resized, `av/` which
+frames and sounds of a file are read, `packing/` which samples share a row.
 """

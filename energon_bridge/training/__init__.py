@@ -1,7 +1,9 @@
 """What `python -m energon_bridge.training` runs.
 
-`config` has its settings and `config_file` reads them, `presets` makes tiny models, `encoder` chooses the task encoder
-of a model, `module` is the Lightning module, `callbacks` are its callbacks, and `run` the run, of `run_data`,
-`run_model` and `run_folder`. `megatron/` is the trainer with megatron-core. `assemble`, `digits` and `llava_data` are
-commands that make models and data.
+It imports every product but the drop-in. Begin with `run`, which builds all parts of a run and starts it. `config` has
+its settings, `config_file` reads them; `run_data`, `run_model` and `run_folder` make the data, the model and the
+folder; `encoder` chooses the task encoder, `presets` makes tiny models, `module` computes losses. `callbacks` writes
+the training line and metrics.jsonl (`ProgressReporter`) and the checkpoints (`Checkpointer`), `generation` the answers
+of a validation. `megatron/` is the trainer with megatron-core. `assemble`, `digits` and `llava_data` are commands that
+make models and data.
 """

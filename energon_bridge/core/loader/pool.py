@@ -48,7 +48,7 @@ _RANGE = "enumerate(DataLoader)#SavableDataLoader.__next__"
 """What profilers call the time spent waiting for any DataLoader."""
 
 
-class Source(Protocol):
+class WorkSource(Protocol):
     """Gives the workers their work: the loader."""
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
@@ -225,7 +225,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        source: Source,
+        source: WorkSource,
         number: int,
         *,
         engine: Engine | None = None,

@@ -19,7 +19,7 @@ from energon_bridge.core.worker_config import WorkerConfig
 
 StreamKind = Literal["train", "passes", "finite"]
 """Endless training, training that ends with each pass, and validation; states have these words."""
-Selection = Literal["packs", "microbatches"] | None
+SelectionKind = Literal["packs", "microbatches"] | None
 """What is selected of a buffer of samples: packs, by the encoder; microbatches of similar length; None: nothing is."""
 
 _LEAST = {
@@ -108,7 +108,7 @@ class RunSettings:
         return self.batch_size or 1
 
     @property
-    def selects(self) -> Selection:
+    def selects(self) -> SelectionKind:
         """What is selected of a buffer of samples."""
         if self.packing_buffer_size is None:
             return None

@@ -52,7 +52,7 @@ from energon_bridge.core.stores import CachePool
 from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.core.stream.policy import FailureTracker
 from energon_bridge.core.stream.returned import group_key, selected_lists, shown, whole_number
-from energon_bridge.core.stream.settings import Selection
+from energon_bridge.core.stream.settings import SelectionKind
 from energon_bridge.core.stream.state import COUNTERS, Counts, SampleRef
 from energon_bridge.core.stream.watchdog import Activity, Words
 
@@ -85,7 +85,7 @@ class OwnHooks:
         ConfigurationError: The encoder overrides hooks that exclude each other.
     """
 
-    def __init__(self, encoder: Any, *, selects: Selection = None, makes: bool = False) -> None:
+    def __init__(self, encoder: Any, *, selects: SelectionKind = None, makes: bool = False) -> None:
         name = type(encoder).__name__
         packs = selects == "packs"
         self.by_length = selects == "microbatches"
@@ -164,7 +164,7 @@ class PendingSample:
     make: Callable[[Begin], Any]
 
 
-class Source(Protocol):
+class HookLeaf(Protocol):
     """What a step asks of a leaf: the key of its random numbers, its cooker, its path, and names of samples."""
 
     user_key: int
@@ -209,7 +209,7 @@ class UserCode:
         encoder: Any,
         own: OwnHooks,
         judge: FailureTracker,
-        source: Callable[[int], Source],
+        source: Callable[[int], HookLeaf],
         words: Words | None,
     ) -> None:
         self.encoder = encoder
@@ -223,7 +223,7 @@ class UserCode:
     def encode(
         self,
         sample: Any,
-        source: Source,
+        source: HookLeaf,
         ref: Ref,
         counts: Counts,
         *,
@@ -242,7 +242,7 @@ class UserCode:
             return self._posted(step, encoded) if self.own.posts_alone else encoded
         return []
 
-    def begin(self, sample: Any, source: Source, ref: Ref) -> BegunDraw:
+    def begin(self, sample: Any, source: HookLeaf, ref: Ref) -> BegunDraw:
         """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
         begun = BegunDraw()
         tally = self.tally

@@ -1,8 +1,9 @@
 """Video and sound: clips, frames and metadata, decoded on demand by PyAV.
 
-`av_decoder` has the public `AVDecoder` and chooses clips; `media_file` opens a file, `metadata` says what it is.
-`streams` and `whole` decode its video (by its packets, which `headers` judges, or from its beginning), `sound` its
-sound.
+It imports the core only. Begin with `av_decoder`, which has the public `AVDecoder` and turns ranges into frames and
+samples. `media_file` opens a file and chooses its streams; `ends` says whether a file is cut off, by its headers;
+`metadata` gives lengths and rates without decoding. `headers` decides whether packets tell the frames of a video: if
+so, `streams` seeks in it by packets, else `whole` decodes it from its beginning. `sound` decodes sound.
 """
 
 from energon_bridge.models.av.av_decoder import AVDecoder, get_clips_uniform, get_single_frames_uniform

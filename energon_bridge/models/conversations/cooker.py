@@ -26,7 +26,7 @@ from energon_bridge.models.conversations.turns import (
     MEDIA,
     PAIRS,
     Medium,
-    Turn,
+    RawTurn,
     check_turns,
     part_kind,
     part_payload,
@@ -85,7 +85,7 @@ COOKERS = (Cooker(cook_conversation),)
 
 
 def _media(
-    kind: Medium, sample: Mapping[str, Any], content: Any, turns: Sequence[Turn], stores: Mapping[str, FileStore]
+    kind: Medium, sample: Mapping[str, Any], content: Any, turns: Sequence[RawTurn], stores: Mapping[str, FileStore]
 ) -> Any:
     """Return the media that the JSON of a sample names, itself or in its turns, or the sample's own parts."""
     named = content.get(f"{kind}s") or content.get(kind)

@@ -53,7 +53,7 @@ _ALSO_TEXT = re.compile(r"[^<]|<(?:<|fig|(?:img|picture|pic|photo|sound|speech|v
 """What is a text, as tags of HTML are, where a sample has nothing to put there."""
 
 
-class Place(NamedTuple):
+class MediaPlace(NamedTuple):
     """A place in a text, with line breaks around it; its number, if it has one, as it is written."""
 
     start: int
@@ -63,7 +63,7 @@ class Place(NamedTuple):
     written: str
 
 
-def spelled(text: str) -> list[Place]:
+def spelled(text: str) -> list[MediaPlace]:
     """Return the places in a text, those of LLaVA too, in their order."""
     lower = text.lower() if any(map(text.__contains__, "<[{(_%$#@")) else ""
     if not any(map(lower.__contains__, _KINDS)):  # which takes a tenth of the time
@@ -75,7 +75,7 @@ def spelled(text: str) -> list[Place]:
         digits = next((group for group in number if group and group.isdigit()), None)
         kind = _KINDS[word[0].lower()]
         found.append(
-            Place(match.start(), match.end(), kind, None if digits is None else int(digits), match[0].strip("\n"))
+            MediaPlace(match.start(), match.end(), kind, None if digits is None else int(digits), match[0].strip("\n"))
         )
     return found
 
@@ -116,7 +116,7 @@ def respelled(texts: Sequence[str], there: Mapping[Medium, int]) -> list[str | l
     return [_in_parts(text, at, found[at], indices, there) for at, text in enumerate(texts)]
 
 
-def _numbered(places: Sequence[tuple[int, Place]], kind: Medium, wanted: int) -> dict[tuple[int, int], int]:
+def _numbered(places: Sequence[tuple[int, MediaPlace]], kind: Medium, wanted: int) -> dict[tuple[int, int], int]:
     """Return the number of the medium of each place, by its text and start; places that refer back have none."""
     numbers = [place.number for _, place in places]
     first: dict[int, tuple[int, int]] = {}
@@ -140,7 +140,7 @@ def _numbered(places: Sequence[tuple[int, Place]], kind: Medium, wanted: int) ->
 def _in_parts(
     text: str,
     at: int,
-    places: Sequence[Place],
+    places: Sequence[MediaPlace],
     indices: Mapping[tuple[int, int], int],
     there: Mapping[Medium, int],
 ) -> str | list[dict[str, Any]]:

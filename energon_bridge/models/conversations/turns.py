@@ -45,7 +45,8 @@ from energon_bridge.models.conversations.questions import (
 from energon_bridge.models.conversations.segments import OPTIONS
 
 MEDIA: tuple[Medium, ...] = ("image", "video", "audio")
-Turn = Mapping[str, Any]
+RawTurn = Mapping[str, Any]
+"""A turn as the sample has it, in any dialect; `conversation.Turn` is what is read from it."""
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PAIRS = (
@@ -115,7 +116,7 @@ _SHOWN = 200
 MAPPING = (dict, Mapping)  # in this order: an abstract class takes long to say what is one
 
 
-def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) -> list[Turn] | None:
+def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) -> list[RawTurn] | None:
     """Return the turns of an entry in one form; None if it is no conversation.
 
     Raises:
@@ -253,13 +254,13 @@ def find_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
     return choice_pair(entry) if pair is None else pair
 
 
-def known_turns(turns: Sequence[Any]) -> list[Turn]:
+def known_turns(turns: Sequence[Any]) -> list[RawTurn]:
     """Return turns with pairs taken apart, and calls and their results as `tool_calls` and the role `tool`.
 
     Raises:
         SampleError: A call is not understood.
     """
-    known: list[Turn] = []
+    known: list[RawTurn] = []
     before = None  # the name of the role before
     for turn in typed_turns(turns):
         name = _role_name(turn)
@@ -322,7 +323,7 @@ def _turn_kind(turn: Any) -> Literal["text"] | Medium | None:
     return PARTS.get(kind) if isinstance(turn.get("value", turn.get("content")), str) else None
 
 
-def _goes_with(turn: Turn, before: Turn) -> bool:
+def _goes_with(turn: RawTurn, before: RawTurn) -> bool:
     """Return whether a call may stand in the turn of the one before: both are learned or not, and no key is lost."""
     kept = _without(turn, "from", "value", "role", "content", *FLAGS)
     is_same = is_learned("assistant", turn) == is_learned("assistant", before)
@@ -409,7 +410,7 @@ def _is_said(value: Any) -> bool:
     )
 
 
-def _as_turns(value: Any, role: str) -> list[Turn]:
+def _as_turns(value: Any, role: str) -> list[RawTurn]:
     return known_turns(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
@@ -422,7 +423,9 @@ def _listed(entry: Mapping[str, Any], name: str) -> Sequence[Any]:
     return turns
 
 
-def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str], answers_as: AnswersAs | None = None) -> list[Turn]:
+def _turns_of_pair(
+    entry: Mapping[str, Any], pair: tuple[str, str], answers_as: AnswersAs | None = None
+) -> list[RawTurn]:
     asked = entry[pair[0]]
     answer = entry[pair[1]]
     if not _is_said(answer):
@@ -432,7 +435,7 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str], answers_as: 
         answer = letter or answer
     if answer is None:
         raise SampleError(f"`{pair[1]}`: the answer is {_short(entry[pair[1]])}, and no text or choice")
-    turns: list[Turn] = []
+    turns: list[RawTurn] = []
     if isinstance(system_prompt(entry), str):
         turns.append({"role": "system", "content": system_prompt(entry)})
     history = _parsed(entry.get("history") or [], "`history`")
@@ -446,7 +449,7 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str], answers_as: 
     return [*turns, *_as_turns(asked, "user"), *_as_turns(answer, "assistant")]
 
 
-def _pair_turn(turn: Any) -> list[Turn]:
+def _pair_turn(turn: Any) -> list[RawTurn]:
     """Return the two turns of a pair; anything else as it is."""
     if isinstance(turn, Mapping) and (pair := find_pair(turn)) is not None:
         return _turns_of_pair(turn, pair)
@@ -455,7 +458,7 @@ def _pair_turn(turn: Any) -> list[Turn]:
     return [turn]
 
 
-def _has_call(turn: Turn) -> bool:
+def _has_call(turn: RawTurn) -> bool:
     call = turn.get("function_call")
     return call is not None and isinstance(call, MAPPING) and not turn.get("tool_calls")
 
@@ -465,7 +468,7 @@ def _role_name(turn: Any) -> str | None:
     return name.strip().lower() if isinstance(name, str) else None
 
 
-def _content(turn: Turn) -> Any:
+def _content(turn: RawTurn) -> Any:
     return turn["content"] if turn.get("content") is not None else turn.get("value")
 
 
@@ -493,7 +496,7 @@ def _parsed(value: Any, what: str) -> Any:
         raise SampleError(f"{what}: expected JSON, found {_short(value)} ({error})") from error
 
 
-def _without(turn: Turn, *names: str) -> dict[str, Any]:
+def _without(turn: RawTurn, *names: str) -> dict[str, Any]:
     return {name: value for name, value in turn.items() if name not in names}
 
 
@@ -662,7 +665,7 @@ _NAMES_FILE = re.compile(
 )
 
 
-def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
+def placed(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> list[RawTurn]:
     """Return turns whose places fit the media of a sample; `there` counts those that are not in its parts.
 
     `<image>` stands for a video where there are only videos, as in the lists of LLaVA-Video.
@@ -691,7 +694,7 @@ def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
     return list(turns)
 
 
-def check_turns(turns: Sequence[Turn]) -> None:
+def check_turns(turns: Sequence[RawTurn]) -> None:
     """Check that turns are understood, and that there is something to learn.
 
     Raises:
@@ -738,7 +741,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
         raise SampleError(f"the conversation has no answer to learn{flagged}")
 
 
-def check_places(turns: Sequence[Turn], there: Mapping[Medium, int]) -> None:
+def check_places(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> None:
     """Check that media beside turns have places in them; without any, the first question is theirs.
 
     Raises:
@@ -758,7 +761,7 @@ def mismatch(kind: str, places: int, there: int) -> str:
     return f"the text has {places} {kind} placeholders '<{kind}>' but the sample has {there} {kind}s"
 
 
-def _counted(turns: Sequence[Turn]) -> tuple[Counter[str], Counter[str], Counter[str]]:
+def _counted(turns: Sequence[RawTurn]) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """Count places without a payload of their own, placeholders in parts of text, and those in the texts of answers."""
     places: Counter[str] = Counter()
     literal: Counter[str] = Counter()
@@ -799,7 +802,7 @@ def own_payload(part: Mapping[str, Any]) -> Any:
     return None if isinstance(payload, str | Mapping) else payload
 
 
-def _respelled(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[Turn]:
+def _respelled(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> Sequence[RawTurn]:
     """Return turns with other spellings of places in questions as parts, for media that have no places."""
     media = [kind for kind in MEDIA if there.get(kind)]
     texts = {
@@ -833,11 +836,11 @@ def _respelled(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[T
     ]
 
 
-def _unwrapped(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[Turn]:
+def _unwrapped(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> Sequence[RawTurn]:
     """Return turns without tags around the places of questions."""
     if not any(there.values()):
         return turns
-    made: list[Turn] = []
+    made: list[RawTurn] = []
     for turn in turns:
         said = _content(turn) if isinstance(turn, MAPPING) else None
         is_asked = isinstance(said, str) and ROLES.get(_role_name(turn) or "") != "assistant"
@@ -846,7 +849,7 @@ def _unwrapped(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[T
     return made
 
 
-def _parts_of(turn: Turn) -> Sequence[Any]:
+def _parts_of(turn: RawTurn) -> Sequence[Any]:
     content = _content(turn)
     return content if isinstance(content, list | tuple) else ()
 
@@ -857,7 +860,7 @@ def _says_place(part: Any, wanted: Mapping[Medium, int]) -> bool:
     return any(wanted.get(place.kind) for place in is_other)
 
 
-def _as_videos(turn: Turn) -> Turn:
+def _as_videos(turn: RawTurn) -> RawTurn:
     name = "content" if isinstance(turn.get("content"), str) else "value"
     text = turn.get(name)
     if not isinstance(text, str) or ROLES.get(_role_name(turn) or "") == "assistant":

@@ -1,9 +1,10 @@
 """Encoders for families of Hugging Face models: from conversations to the model's inputs.
 
-`rendering` makes tokens of what the tokenizer's chat template writes for a conversation. `vision` has the interface of
-a family, `llava` and `qwen` are families, and so is any `processor` of transformers; `video` chooses the frames of
-videos, `sound` makes sounds one channel at a model's rate. `known_families` finds the family of a model. `chat_encoder`
-is the task encoder for all of them, with its settings.
+It imports the core and its neighbours in `models/`. Begin with `chat_encoder`, the task encoder and its settings.
+`known_families` decides which family a model has, `vision` is the interface of a family, `llava` and `qwen` are two
+with native pixels; `processor` is any other model by its transformers processor (`processor_plans` learns how many
+tokens it writes, `processor_calls` calls it, `processor_positions` has M-RoPE positions, `known_processors` lists
+exceptions). `rendering` replaces placeholders by tokens, `video` chooses frames, `sound` resamples to the model's rate.
 """
 
 from __future__ import annotations

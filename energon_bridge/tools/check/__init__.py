@@ -1,5 +1,7 @@
-"""Is a dataset as it should be: lint, media metadata, samples that failed, and the index of joins.
+"""Is a dataset as it should be: lint, media metadata, samples that failed.
 
-`lint` looks at prepared datasets, `dataset_summary` describes them, `media` measures files, `engines` runs tasks of
-preparation on processes, Ray or SLURM, `quarantine` reads what a run has left out.
+It imports the core, models, `columns/` and `convert/`. Begin with `lint`, which decodes each sample as training does
+and decides what is a problem. `dataset_summary` describes a dataset without reading samples, `media` measures files,
+`joins` builds the indexes of joins before training, `dataset_yaml` writes that file, `engines` runs work on shards in
+a Ray cluster, `quarantine` reads the samples that failed in a run.
 """

@@ -1,6 +1,6 @@
 """Columns: a number or short text of each sample, and what mixes make of them.
 
-`stored` has their format on disk, `making` computes them, `expression` is the language of filters, `functions`
-its functions, `amounts` blends by tokens instead of samples, and `buckets` makes global batches of one group of samples
-each.
+It imports the core, models and `check/`. Begin with `stored`, their format on disk; `making` computes them.
+`expression` decides what a filter means (`functions` has the functions that it may call), `amounts` blends by tokens
+instead of samples, `buckets` makes each global batch of one group of samples, such as one size of images.
 """

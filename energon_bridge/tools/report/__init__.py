@@ -1,4 +1,5 @@
 """The report of a run, a page in HTML: what was delivered, losses, waiting, failures.
 
-`recorder` collects during the run, `page` writes it, and `callback` does both under Lightning.
+It imports the core, trainers and `preview/`. Begin with `callback`, which does all of it under Lightning: `recorder`
+collects during the run and decides what is kept, `page` writes the page at its end.
 """

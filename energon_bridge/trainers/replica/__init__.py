@@ -1,10 +1,10 @@
 """One rank of a replica loads and the others receive its batches: which ranks these are, and how a batch reaches them.
 
 A *replica* is the set of ranks that train on the same batches: the tensor-, context- and pipeline-parallel ranks that
-share a pure data-parallel rank. `groups` finds them, `structure` serialises a batch to plain values and tensors,
-`exchange` sends them with errors and answers, and `loader` is the loader that every rank of the replica holds.
-Across replicas, `balance` moves the microbatches of a global batch (`balanced` is its loader): `costs` says what one
-costs, `assignment` which rank runs it.
+share a pure data-parallel rank. Imports are those of `trainers/`. Begin with `loader`, which every rank holds.
+`groups` decides which ranks form a replica, `structure` serialises a batch to plain values and tensors, `exchange`
+sends them, with errors and replies. Across replicas, `balance` lets ranks swap microbatches of a global batch:
+`balanced` is its loader, `costs` says what a microbatch costs (`warmup` measures it), `assignment` which rank runs it.
 """
 
 from __future__ import annotations
