@@ -91,7 +91,7 @@ const preview = (() => {
   }
 
   // An item is [kind, ...]: p picture (file, width, height), v video and a audio (file, suffix, text), r turn (role,
-  // items), t text, j JSON, n note, e error.
+  // items), t text, j JSON, n note, u media that stayed bytes, e error.
   function itemElement(item, pictures) {
     const [kind, value] = item;
     if (kind === "p") return figure(item);
@@ -100,7 +100,7 @@ const preview = (() => {
       return make("figure", {}, player, make("figcaption", {}, item[3]));
     }
     if (kind === "j") return make("pre", {}, value);
-    if (kind === "e") return make("p", { class: "error" }, value);
+    if (kind === "e" || kind === "u") return make("p", { class: "error" }, value);
     if (kind === "n") return make("p", { class: "quiet" }, value);
     if (kind === "r") {
       const role = ["user", "assistant", "system"].includes(value) ? value : "other";
@@ -206,14 +206,23 @@ const preview = (() => {
   // Samples --------------------------------------------------------------------------------------------------------
 
   function card(one) {
+    const items = flat(one.fields);
     const picture = picturesOf(one)[0];
-    const text = flat(one.fields).find((item) => item[0] === "t" && item[1].trim()) || flat(one.fields).find((item) => item[0] !== "p");
-    const excerpt = one.error || (text ? String("va".includes(text[0]) ? text[3] : text[1]).slice(0, 240) : "");
+    const text = items.find((item) => item[0] === "t" && item[1].trim()) || items.find((item) => !"peu".includes(item[0]));
+    const excerpt = one.asked || one.said || (text ? String("va".includes(text[0]) ? text[3] : text[1]).slice(0, 240) : "");
+    const bad = one.error || (items.find((item) => item[0] === "e" || item[0] === "u") || ["", ""])[1].slice(0, 240);
     return make(
       "a",
       { class: "card", href: `#/sample/${one.number}` },
       picture ? image(picture) : null,
-      make("div", {}, make("div", { class: "key", title: one.key }, one.key), make("div", { class: one.error ? "excerpt error" : "excerpt" }, excerpt)),
+      make(
+        "div",
+        {},
+        make("div", { class: "key", title: one.key }, one.key),
+        bad ? make("div", { class: "excerpt error" }, bad) : null,
+        excerpt ? make("div", { class: "excerpt" }, excerpt) : null,
+        one.asked && one.said ? make("div", { class: "excerpt said" }, one.said) : null,
+      ),
     );
   }
 
@@ -309,6 +318,12 @@ const preview = (() => {
     }
   }
 
+  const TROUBLES = {
+    error: "did not load",
+    broken: "with a broken picture, sound or other value",
+    undecoded: "with pictures or other media that no decoder took",
+  };
+
   // Overview -------------------------------------------------------------------------------------------------------
 
   function histogram(entry) {
@@ -339,9 +354,12 @@ const preview = (() => {
       return [{ text: part.name, hue }, number(part.samples), number(part.shown), percent(part.share), { shares: [[part.share, hue]] }];
     });
     const table = tableElement({ columns: ["dataset", "samples", "shown here", "share of the draws", ""], right: [1, 2, 3], rows }, "shares");
-    main.replaceChildren(make("h2", {}, "Datasets"), make("div", { class: "panel" }, table), make("h2", {}, "Sizes of the samples shown"));
-    main.append(make("div", { class: "charts" }, ...meta.histograms.map(histogram)));
-    if (meta.errors) main.append(make("p", { class: "error" }, `${number(meta.errors)} samples do not load.`));
+    main.replaceChildren(make("h2", {}, "Datasets"), make("div", { class: "panel" }, table));
+    for (const [kind, count, some] of meta.troubled) {
+      const links = some.flatMap((one) => [" ", make("a", { href: `#/sample/${one}` }, number(one))]);
+      main.append(make("p", { class: "error" }, `${number(count)} ${count === 1 ? "sample" : "samples"} ${TROUBLES[kind]}: number`, ...links, count > some.length ? " …" : null));
+    }
+    main.append(make("h2", {}, "Sizes of the samples shown"), make("div", { class: "charts" }, ...meta.histograms.map(histogram)));
     if (meta.plan) main.append(make("h2", {}, "The mix over a run"), make("div", { class: "panel" }, ...planElements(meta.plan)));
   }
 

@@ -43,6 +43,8 @@ _PER_SEARCH_FILE = 5000
 _SEARCHED_CHARACTERS = 1000
 """Characters of a sample's texts that are searched."""
 _BINS = 32
+_MOST_LINKS = 20
+"""Samples with trouble of one kind that the overview leads to."""
 _MARK = 'content="energon preview"'
 _FILES = {"index.html": "page.html", "preview.css": "page.css", "preview.js": "page.js"}
 
@@ -130,7 +132,9 @@ def _plain(items: Sequence[ShownItem], media: PageFiles) -> list[list[Any]]:
             plain.append([item.kind[0], len(media), item.suffix, item.text])
             media.append((item.suffix, item.stream))
         else:
-            plain.append([{"text": "t", "json": "j", "note": "n", "error": "e"}[item.kind], item.text])
+            plain.append(
+                [{"text": "t", "json": "j", "note": "n", "undecoded": "u", "error": "e"}[item.kind], item.text]
+            )
     return plain
 
 
@@ -160,7 +164,8 @@ class _Writer:
         self._parts = list(parts)
         self._numbers = {part.name: number for number, part in reversed(list(enumerate(parts)))}
         self._shown = [0] * len(parts)
-        self.count = self._media = self._errors = 0
+        self.count = self._media = 0
+        self._troubled: dict[str, list[int]] = {}
         self._page: list[Any] = []
         self._search: tuple[list[str], list[str], list[int]] = ([], [], [])
         self._sizes: dict[str, array[int]] = {}
@@ -176,7 +181,8 @@ class _Writer:
         self._write_media(made.media)
         part = self._numbers.get(record.dataset, 0)
         self._shown[part] += 1
-        self._errors += bool(record.error)
+        if trouble := record.trouble():
+            self._troubled.setdefault(trouble, []).append(self.count)
         self._page.append(
             {
                 "number": self.count,
@@ -187,6 +193,8 @@ class _Writer:
                 "size": record.size,
                 "facts": [[name, value] for name, value in record.facts.items()],
                 "fields": fields,
+                "asked": record.asked,
+                "said": record.said,
                 "error": record.error,
             }
         )
@@ -220,7 +228,7 @@ class _Writer:
             "title": title,
             "notes": notes,
             "count": self.count,
-            "errors": self._errors,
+            "troubled": [[kind, len(ones), ones[:_MOST_LINKS]] for kind, ones in self._troubled.items()],
             "per_file": _PER_FILE,
             "per_search_file": _PER_SEARCH_FILE,
             "search_files": -(-self.count // _PER_SEARCH_FILE),

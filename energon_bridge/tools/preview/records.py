@@ -19,7 +19,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.conversations.turns import own_payload, part_kind
+from energon_bridge.models.conversations.turns import find_pair, own_payload, part_kind
 from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.tools.preview.notebook import as_image
 from energon_bridge.tools.preview.texts import value_text
@@ -30,6 +30,10 @@ _MOST_TEXT = 20_000
 _MOST_ITEMS = 64
 _MOST_FIELDS = 48
 _MOST_NUMBERS = 16
+_BRIEF = 240
+"""Characters of a question or an answer on a card."""
+_ASKED = ("context", "question")
+_SAID = ("answers", "answer", "caption", "label_name", "label", "cls")
 _LOWEST_RATE = 1000  # a smaller number beside an array is something else
 _MOST_BYTES = 32 << 20
 """A larger video or sound, in bytes, is named but not shown."""
@@ -63,9 +67,9 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text from the data, JSON, a note on a value that is not shown, or an error."""
+    """Text from the data, JSON, a note on a value that is not shown, bytes of media left undecoded, or an error."""
 
-    kind: Literal["text", "json", "note", "error"]
+    kind: Literal["text", "json", "note", "undecoded", "error"]
     text: str
 
 
@@ -90,6 +94,7 @@ class SampleRecord:
         size: Bytes that were read.
         facts: Its position in a run: step, rank, microbatch, row, epoch.
         fields: Its fields, in order.
+        asked, said: The first question and its answer, or the caption or class; empty if there is none.
         error: Why it failed to load; empty if it loaded.
     """
 
@@ -100,6 +105,8 @@ class SampleRecord:
     size: int = 0
     facts: Mapping[str, int] = field(default_factory=dict)
     fields: Sequence[tuple[str, tuple[ShownItem, ...]]] = ()
+    asked: str = ""
+    said: str = ""
     error: str = ""
 
     def items(self) -> list[Text | Picture | Clip]:
@@ -109,6 +116,11 @@ class SampleRecord:
             for item in items:
                 flat += item.items if isinstance(item, ShownTurn) else [item]
         return flat
+
+    def trouble(self) -> Literal["", "error", "broken", "undecoded"]:
+        """Return what is wrong: it did not load, a value is broken, or media stayed bytes; empty if nothing is."""
+        kinds = {item.kind for item in self.items() if isinstance(item, Text)}
+        return "error" if self.error else "broken" if "error" in kinds else "undecoded" if "undecoded" in kinds else ""
 
     def text(self) -> str:
         """Return its texts, joined by line breaks."""
@@ -146,17 +158,59 @@ def _plain(item: ShownItem) -> dict[str, Any]:
 
 def fields_of(sample: Any) -> list[tuple[str, tuple[ShownItem, ...]]]:
     """Return the fields of a sample, without its meta fields and those that are None."""
+    shown = list(_values_of(sample).items())
+    named = [(name[:200], items_of(value, name)) for name, value in shown[:_MOST_FIELDS]]
+    if len(shown) > _MOST_FIELDS:
+        named.append(("…", (Text("note", f"and {len(shown) - _MOST_FIELDS:,} more fields"),)))
+    return named
+
+
+def _values_of(sample: Any) -> dict[str, Any]:
+    """Return the values of a sample by name, without meta fields and those that are None."""
     if isinstance(sample, Mapping):
         values = list(sample.items())
     elif is_dataclass(sample):
         values = [(entry.name, getattr(sample, entry.name, None)) for entry in fields(sample)]
     else:
         values = [("value", sample)]
-    shown = [(str(name), value) for name, value in values if value is not None and not str(name).startswith("__")]
-    named = [(name[:200], items_of(value, name)) for name, value in shown[:_MOST_FIELDS]]
-    if len(shown) > _MOST_FIELDS:
-        named.append(("…", (Text("note", f"and {len(shown) - _MOST_FIELDS:,} more fields"),)))
-    return named
+    return {str(name): value for name, value in values if value is not None and not str(name).startswith("__")}
+
+
+def asked_and_said(sample: Any, shown: Sequence[tuple[str, tuple[ShownItem, ...]]]) -> tuple[str, str]:
+    """Return the first question of a sample and its answer, or its caption or class; empty texts if there is none.
+
+    Args:
+        sample: The sample.
+        shown: Its fields.
+    """
+    turns = [item for _, items in shown for item in items if isinstance(item, ShownTurn)]
+    if turns:
+        return _said_by(turns, "user"), _said_by(turns, "assistant")
+    values = _values_of(sample)
+    # What is beside a picture is often one dict, of a part `json`.
+    for entry in (values, *(value for value in values.values() if isinstance(value, Mapping))):
+        choices = entry.get("choices")
+        right = entry.get("correct_choice_idx")
+        if isinstance(choices, list) and isinstance(right, int) and 0 <= right < len(choices):
+            return _brief(entry.get("context")), _brief(choices[right])
+        pair = find_pair(entry)
+        asked = pair[0] if pair else next((name for name in _ASKED if name in entry), "")
+        said = pair[1] if pair else next((name for name in _SAID if entry.get(name) not in (None, "", [])), "")
+        if said:
+            return _brief(entry.get(asked)), _brief(entry.get(said))
+    return "", ""
+
+
+def _said_by(turns: Sequence[ShownTurn], role: str) -> str:
+    texts = (item.text for turn in turns if turn.role == role for item in turn.items if isinstance(item, Text))
+    return next((text[:_BRIEF] for text in texts if text.strip()), "")
+
+
+def _brief(value: Any) -> str:
+    """Return the beginning of a text, of several or of a number; of anything else nothing."""
+    if isinstance(value, (list, tuple)):
+        return " / ".join(filter(None, map(_brief, value[:_MOST_NUMBERS])))[:_BRIEF]
+    return str(value)[:_BRIEF] if isinstance(value, (str, int, float)) else ""
 
 
 def items_of(value: Any, name: str = "") -> tuple[ShownItem, ...]:
@@ -201,6 +255,8 @@ def _items(value: Any, name: str) -> list[ShownItem]:
         return _items_of_list(value, name)
     if is_dataclass(value) and not isinstance(value, type):
         return [item for _, items in fields_of(value) for item in items]
+    if isinstance(value, bytes) and (kind := extension_by_head(value[:HEAD_BYTES])) is not None:
+        return [Text("undecoded", f"not decoded: {_note(value)} of .{kind}, which no decoder took for {name!r}")]
     return [Text("note", _note(value))]
 
 

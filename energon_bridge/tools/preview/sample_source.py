@@ -32,7 +32,7 @@ from energon_bridge.core.stream.values import FailedSample, has_code
 from energon_bridge.core.worker_config import available_cores
 from energon_bridge.tools.forecast.planned_run import Run
 from energon_bridge.tools.forecast.samples import name_steps
-from energon_bridge.tools.preview.records import SampleRecord, fields_of
+from energon_bridge.tools.preview.records import SampleRecord, asked_and_said, fields_of
 
 T = TypeVar("T")
 
@@ -177,6 +177,8 @@ class SampleSource:
             )
         get = sample.get if isinstance(sample, dict) else lambda name: getattr(sample, name, None)
         sources = get("__sources__") or ()
+        fields = fields_of(sample)
+        asked, said = asked_and_said(sample, fields)
         return SampleRecord(
             dataset=dataset.path,
             key=str(get("__key__"))[:_MOST_KEY],
@@ -184,7 +186,9 @@ class SampleSource:
             index=index,
             size=size if not isinstance(dataset, JoinedDataset) else 0,
             facts=facts,
-            fields=fields_of(sample),
+            fields=fields,
+            asked=asked,
+            said=said,
         )
 
 

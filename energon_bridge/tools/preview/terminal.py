@@ -134,7 +134,7 @@ def _item(item: ShownItem, columns: int) -> Iterator[Styled]:
             yield from _indented(_item(part, columns))
     else:
         lines = clean(item.text).splitlines()
-        style = {"text": "", "json": "", "note": "dim", "error": "red"}[item.kind]
+        style = {"text": "", "json": "", "note": "dim", "undecoded": "red", "error": "red"}[item.kind]
         for line in lines[:_MOST_LINES]:
             yield Styled(line, style)
         if len(lines) > _MOST_LINES:

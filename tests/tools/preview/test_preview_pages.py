@@ -260,6 +260,50 @@ def test_a_video_plays_from_where_it_is_asked(page: Page, films: Path) -> None:
     assert sorted(path.name for path in films.parent.glob("media/*/*")) == ["000000.mp4", "000001.wav"]
 
 
+def test_cards_have_the_answer_and_what_is_wrong(page: Page, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 10), "red").save(buffer, "png")
+    picture = buffer.getvalue()
+    questions = {"question": "Which colour?", "answer": "red"}
+    samples: dict[str, dict[str, bytes]] = {
+        "a": {"png": picture, "json": json.dumps(questions).encode()},
+        "b": {"png": picture[:40], "json": json.dumps({**questions, "answer": "blue"}).encode()},
+        "c": {"photo": picture, "json": json.dumps({"problem": "1 + 1", "solution": "2"}).encode()},
+        "d": {"png": picture, "cls": b"7"},
+        "e": {"png": picture, "json": b"{"},
+    }
+    (folder := tmp_path / "crude").mkdir()
+    write_shard(folder / "s_0.tar", samples)
+    prepare_dataset(folder, split=parse_patterns(["train:.*"]), dataset_yaml=previews.CRUDE)
+    choices = {"context": "Which?", "choices": ["one", "two"], "correct_choice_idx": 1}
+    (classes := tmp_path / "choices").mkdir()
+    write_shard(classes / "s_0.tar", {"f": {"png": picture, "json": json.dumps(choices).encode()}})
+    fields = {"image": "png", **{name: f"json[{name}]" for name in choices}}
+    typed = render_dataset_yaml("MultiChoiceVQASample", fields)
+    prepare_dataset(classes, split=parse_patterns(["train:.*"]), dataset_yaml=typed)
+    out = pages_of(tmp_path / "out", previews.mix_of(tmp_path / "mix.yaml", crude=folder, choices=classes))
+    page.open(out)
+    cards = dict(zip(page.texts(".card .key"), page.texts(".card"), strict=True))
+    assert cards["a"].split() == ["a", "Which", "colour?", "red"]
+    assert cards["d"].split() == ["d", "7"]
+    assert cards["f"].split() == ["f", "Which?", "two"]
+    assert cards["c"].split()[-4:] == ["1", "+", "1", "2"]
+    assert cards["b"].split()[-1] == "blue"
+    wrong = page.texts(".card .error")
+    assert len(wrong) == 3
+    assert "image" in wrong[0].lower()  # cut off
+    assert wrong[1].startswith(f"not decoded: {len(picture)} bytes of .png")
+    assert "photo" in wrong[1]
+    assert "json" in wrong[2].lower()
+    page.go("#/overview")
+    assert sorted(page.texts("main > .error")) == [
+        "1 sample did not load: number 4",
+        "1 sample with a broken picture, sound or other value: number 1",
+        "1 sample with pictures or other media that no decoder took: number 2",
+    ]
+    assert page.problems() == []
+
+
 def test_hostile_data_does_nothing(page: Page, tmp_path: Path) -> None:
     jsonl, tars = previews.hostile_jsonl(tmp_path / "x.jsonl"), previews.hostile_dataset(tmp_path / "hostile")
     mix = previews.mix_of(tmp_path / "mix.yaml", jsonl=jsonl, tars=tars)
