@@ -72,7 +72,9 @@ def open_pipeline(
 
 def _shortest_epoch(data: RunData) -> tuple[int, str]:
     """Return the draws of all lanes in an epoch of the dataset that comes round first, and its path."""
-    epochs = [] if data.ends else [(int(draws), leaf.dataset.path) for draws, leaf in epochs_by_leaf(data)]
+    epochs = []
+    if not data.ends and data.buckets is None:  # buckets have no groups, which ask for it, and weights of their own
+        epochs = [(int(draws), leaf.dataset.path) for draws, leaf in epochs_by_leaf(data)]
     return min(epochs, default=(data.num_samples, data.ordered[0].dataset.path))
 
 
