@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 
 from energon_bridge import AspectTiers
-from energon_bridge.core.order.choose import Chooser, Standing, plain_cursors
+from energon_bridge.core.order.choose import BlendPosition, Chooser, plain_rounds
 from energon_bridge.core.order.leaf_order import LeafOrder, Round, slice_length
 from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.tools.columns.buckets import BucketBlend
@@ -58,7 +58,7 @@ def main() -> None:
     shares /= shares.sum()
     done = np.cumsum(np.array(laps)[:, None] == np.arange(len(names)), axis=0)
     off = np.abs(done - shares * np.arange(1, LAPS + 1)[:, None]).max()
-    cursors, seen, distinct, ideal = plain_cursors(leaves), np.zeros(SAMPLES, dtype=np.int64), 0.0, 0.0
+    round_cache, seen, distinct, ideal = plain_rounds(leaves), np.zeros(SAMPLES, dtype=np.int64), 0.0, 0.0
     choosers: dict[tuple[int, int], Chooser[Round]] = {}
     start, count = time.perf_counter(), 0
     for bucket in laps:
@@ -66,7 +66,7 @@ def main() -> None:
         for lane in range(LANES):
             chooser = choosers.get((lane, bucket))
             if chooser is None:
-                chooser = Chooser(cursors, blend.blends[bucket], lane, Standing(0, [0] * len(names)))
+                chooser = Chooser(round_cache, blend.blends[bucket], lane, BlendPosition(0, [0] * len(names)))
                 choosers[lane, bucket] = chooser
             members = chooser.picks(rows[bucket]).members[:, 1]
             np.add.at(seen, members, 1)

@@ -22,7 +22,7 @@ import numpy as np
 
 from energon_bridge.core.order.blend import WeightedBlend
 from energon_bridge.core.order.changes import LeafBans
-from energon_bridge.core.order.choose import AnyBlend, Chooser, Standing, plain_cursors
+from energon_bridge.core.order.choose import AnyBlend, BlendPosition, Chooser, plain_rounds
 from energon_bridge.core.order.leaf_order import LeafOrder, slice_length
 from energon_bridge.core.stream.conventions import Conventions
 from energon_bridge.core.stream.pack_buffer import PackBuffer, PackRules
@@ -87,8 +87,8 @@ def blend_of(leaves: list[PlanLeaf], lanes: int, *, tokens: bool) -> AnyBlend:
 
 def drawn(leaves: list[PlanLeaf], blend: AnyBlend, lanes: int) -> Iterator[np.ndarray]:
     """Give leaf and sample of the draws, in the global order, lap by lap."""
-    cursors = plain_cursors(leaves)
-    choosers = [Chooser(cursors, blend, lane, Standing(0, [0] * DATASETS)) for lane in range(lanes)]
+    round_cache = plain_rounds(leaves)
+    choosers = [Chooser(round_cache, blend, lane, BlendPosition(0, [0] * DATASETS)) for lane in range(lanes)]
     while True:
         yield np.stack([chooser.picks(500).members[:, :2] for chooser in choosers], axis=1).reshape(-1, 2)
 
@@ -96,8 +96,8 @@ def drawn(leaves: list[PlanLeaf], blend: AnyBlend, lanes: int) -> Iterator[np.nd
 def packed(leaves: list[PlanLeaf], blend: AnyBlend, lanes: int, limit: int) -> Iterator[np.ndarray]:
     """Give leaf and sample of the packs of all lanes, pack by pack."""
     packer: Packer[Any] = Packer(limits={"tokens": limit}, size_of=lambda sample: sample)
-    cursors = plain_cursors(leaves)
-    choosers = [Chooser(cursors, blend, lane, Standing(0, [0] * DATASETS)) for lane in range(lanes)]
+    round_cache = plain_rounds(leaves)
+    choosers = [Chooser(round_cache, blend, lane, BlendPosition(0, [0] * DATASETS)) for lane in range(lanes)]
     packs = [packs_of_lane(leaves, chooser, packer, lane) for lane, chooser in enumerate(choosers)]
     while True:
         yield from map(next, packs)
@@ -177,8 +177,8 @@ def main() -> None:
     for at_once in (8, 64, 256):
         cells = []
         for tokens in (True, False):
-            cursors, blend = plain_cursors(leaves), blend_of(leaves, 24, tokens=tokens)
-            make = partial(Chooser, cursors, blend, 3, Standing(0, [0] * DATASETS))
+            round_cache, blend = plain_rounds(leaves), blend_of(leaves, 24, tokens=tokens)
+            make = partial(Chooser, round_cache, blend, 3, BlendPosition(0, [0] * DATASETS))
             cells.append(f"{microseconds(make, at_once):.1f} us")
         print(f"| {at_once} | " + " | ".join(cells) + " |", flush=True)
 

@@ -31,7 +31,7 @@ from energon_bridge.core.loader.ranks import agreed
 from energon_bridge.core.loader.run_plan import PACKING_BUFFERS, RunPlan
 from energon_bridge.core.loader.weights import no_weights, with_new_weights
 from energon_bridge.core.order.changes import Ban
-from energon_bridge.core.order.choose import BlendOfBuckets, standing
+from energon_bridge.core.order.choose import BlendOfBuckets, blend_position
 from energon_bridge.core.order.topology import Ownership, first_microbatch, lane_units, microbatches_before, step_units
 from energon_bridge.core.stream.finite import FiniteStream, Listing, drawn_rows, listed_rows, listing_of_pass
 from energon_bridge.core.stream.lane import LaneStreams, Stream
@@ -406,7 +406,7 @@ class EndlessRun(Position):
             sharers = lanes // plan.streams
             dealt = self.microbatches // lanes * sharers * plan.data.rows if sharers > 1 else 0
             first = dealt or microbatches * plan.data.rows
-            there = standing(plan.leaves, plan.blend, lane % plan.streams, first)
+            there = blend_position(plan.leaves, plan.blend, lane % plan.streams, first)
             sums = tuple(there.sums)
             self.lanes[lane] = LaneState(microbatches, there.draw, 0, tuple(there.leaf_draws), sums=sums, dealt=dealt)
 

@@ -39,8 +39,8 @@ class OrderedLeaf(Protocol):
     def amounts(self) -> Any: ...
 
 
-class Standing(NamedTuple):
-    """Where a lane is in its blend.
+class BlendPosition(NamedTuple):
+    """The position of a lane in its blend.
 
     Attributes:
         draw: The next draw.
@@ -68,7 +68,7 @@ class LeafDraws(Protocol):
 class SummingBlend(Protocol):
     """A blend in which the next leaf of a lane depends on what it drew before: on a sum of each leaf."""
 
-    def draws(self, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> LeafDraws:
+    def draws(self, leaves: Sequence[OrderedLeaf], lane: int, at: BlendPosition) -> LeafDraws:
         """Return the draws of a lane, from a position on."""
 
 
@@ -169,8 +169,8 @@ def by_leaf(leaves: IntArray) -> list[tuple[int, Sequence[int]]]:
     return [(leaf, np.flatnonzero(leaves == leaf).tolist()) for leaf in np.flatnonzero(np.bincount(leaves)).tolist()]
 
 
-class Cursor(Generic[R]):
-    """Where a lane is in a leaf: its current rounds, and the next ones while they are read ahead.
+class OpenRounds(Generic[R]):
+    """The rounds of a leaf that a lane has open: the current ones, and the next ones while they are read ahead.
 
     Args:
         hold: Returns what to keep of a round: the round itself, or an object that holds its bytes too.
@@ -216,13 +216,13 @@ class Cursor(Generic[R]):
         return self._hold(self._order.rounds_at(self._lane, draw, fewest))
 
 
-class Cursors(Generic[R]):
-    """The cursors of some lanes in all leaves; beyond `most`, the least recently used one drops its rounds.
+class RoundCache(Generic[R]):
+    """The open rounds of some lanes in all leaves; beyond `most`, those that were not used for longest are dropped.
 
     Args:
-        hold: As for `Cursor`; it gets the number of the leaf too.
-        together: As for `Cursor`, by the order of the leaf.
-        most: How many cursors may keep rounds.
+        hold: As for `OpenRounds`; it gets the number of the leaf too.
+        together: As for `OpenRounds`, by the order of the leaf.
+        most: How many lanes and leaves, counted in pairs, may have open rounds.
     """
 
     def __init__(
@@ -237,42 +237,42 @@ class Cursors(Generic[R]):
         self._hold = hold
         self._together = together
         self._most = most
-        self._cursors: OrderedDict[tuple[int, int], Cursor[R]] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], OpenRounds[R]] = OrderedDict()
 
-    def of(self, lane: int, leaf: int) -> Cursor[R]:
-        """Return the cursor of a lane in a leaf."""
-        cursor = self._cursors.get((lane, leaf))
-        if cursor is None:
+    def of(self, lane: int, leaf: int) -> OpenRounds[R]:
+        """Return the open rounds of a lane in a leaf."""
+        open_rounds = self._open.get((lane, leaf))
+        if open_rounds is None:
             hold = self._hold
             order = self.leaves[leaf].order
-            cursor = Cursor(order, lane, lambda rounds: hold(leaf, rounds), self._together(order))
-            self._cursors[lane, leaf] = cursor
-            if len(self._cursors) > self._most:
-                self._cursors.popitem(last=False)[1].drop()
+            open_rounds = OpenRounds(order, lane, lambda rounds: hold(leaf, rounds), self._together(order))
+            self._open[lane, leaf] = open_rounds
+            if len(self._open) > self._most:
+                self._open.popitem(last=False)[1].drop()
         elif len(self.leaves) > 1:
-            self._cursors.move_to_end((lane, leaf))
-        return cursor
+            self._open.move_to_end((lane, leaf))
+        return open_rounds
 
     def drop(self, lane: int) -> None:
         """Drop the rounds of a lane, which is about to choose the same draws again.
 
         Rounds that hold bytes hand each sample out once, so they cannot be used a second time.
         """
-        for (of, _), cursor in self._cursors.items():
+        for (of, _), open_rounds in self._open.items():
             if of == lane:
-                cursor.drop()
+                open_rounds.drop()
 
 
-def plain_cursors(leaves: Sequence[OrderedLeaf], *, together: int = 1) -> Cursors[Round]:
-    """Return cursors that keep the rounds and nothing else."""
-    return Cursors(leaves, lambda _, rounds: rounds, together=lambda _: together)
+def plain_rounds(leaves: Sequence[OrderedLeaf], *, together: int = 1) -> RoundCache[Round]:
+    """Return a cache that keeps the rounds and nothing else."""
+    return RoundCache(leaves, lambda _, rounds: rounds, together=lambda _: together)
 
 
 class Chooser(Generic[R]):
     """Chooses the draws of one lane, from a position on.
 
     Args:
-        cursors: The rounds that the lane has open in the leaves.
+        round_cache: The rounds that the lane has open in the leaves.
         blend: Says which leaf a draw comes from; None if there is one leaf.
 
     Attributes:
@@ -280,14 +280,14 @@ class Chooser(Generic[R]):
         leaf_draws: Draws of each leaf that were chosen before it.
     """
 
-    def __init__(self, cursors: Cursors[R], blend: AnyBlend | None, lane: int, at: Standing) -> None:
-        self._cursors = cursors
+    def __init__(self, round_cache: RoundCache[R], blend: AnyBlend | None, lane: int, at: BlendPosition) -> None:
+        self._round_cache = round_cache
         self._lane = lane
         self._origin = at.origin
         self._summed: LeafDraws | None = None
         self._blend: Blend | None = None
         if has_sums(blend):
-            self._summed = blend.draws(cursors.leaves, lane, at)
+            self._summed = blend.draws(round_cache.leaves, lane, at)
         elif goes_by_number(blend):
             self._blend = blend
         self.draw = at.draw
@@ -308,10 +308,10 @@ class Chooser(Generic[R]):
             of_leaves = by_leaf(self._leaves(count))
         spans: list[Span[R]] = []
         for leaf, places in of_leaves:
-            cursor = self._cursors.of(lane, leaf)
-            bans = self._cursors.leaves[leaf].bans
+            open_rounds = self._round_cache.of(lane, leaf)
+            bans = self._round_cache.leaves[leaf].bans
             while places:
-                rounds, low = cursor.at(self.leaf_draws[leaf], len(places))
+                rounds, low = open_rounds.at(self.leaf_draws[leaf], len(places))
                 high = min(rounds.indices.size, low + len(places))
                 span = Span(leaf, rounds, low, high, places[: high - low])
                 if bans is None:
@@ -319,7 +319,7 @@ class Chooser(Generic[R]):
                 else:
                     # Bans count global draws: draw k of lane l is k L + l.
                     draws = first + np.asarray(span.places, dtype=np.int64)
-                    draws = draws * self._cursors.leaves[leaf].order.num_lanes + lane
+                    draws = draws * self._round_cache.leaves[leaf].order.num_lanes + lane
                     spans += span.split(bans.at(rounds.indices[low:high], draws))
                 self.leaf_draws[leaf] += high - low
                 places = places[high - low :]
@@ -370,33 +370,33 @@ class PassDraws:
     num_draws: int
 
     @cached_property
-    def _cursors(self) -> Cursors[Round]:
-        return plain_cursors(self.leaves, together=_TOGETHER)
+    def _round_cache(self) -> RoundCache[Round]:
+        return plain_rounds(self.leaves, together=_TOGETHER)
 
     def picks(self, start: int, stop: int) -> Picks:
         """Return draws [start, stop) of the pass."""
-        at = standing(self.leaves, self.blend, 0, self.first + start)
-        return Chooser(self._cursors, self.blend, 0, at).picks(stop - start)
+        at = blend_position(self.leaves, self.blend, 0, self.first + start)
+        return Chooser(self._round_cache, self.blend, 0, at).picks(stop - start)
 
 
 _STRETCH = 1 << 14
-"""Draws of a blend by amounts that `standing` computes at a time; bounds its memory."""
+"""Draws of a blend by amounts that `blend_position` computes at a time; bounds its memory."""
 
 
-def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, draw: int) -> Standing:
-    """Return where a lane is before a draw of its blend.
+def blend_position(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, draw: int) -> BlendPosition:
+    """Return the position of a lane before a draw of its blend.
 
     Cost: microseconds, however many draws; a blend by amounts goes through all of them, some microseconds for each.
     """
     if blend is None:
-        return Standing(draw, [draw])
+        return BlendPosition(draw, [draw])
     if goes_by_number(blend):
-        return Standing(draw, blend.counts(lane, draw).tolist())
-    assert has_sums(blend), "each bucket has a standing of its own"
+        return BlendPosition(draw, blend.counts(lane, draw).tolist())
+    assert has_sums(blend), "each bucket has a position of its own"
     counts = np.zeros(len(leaves), dtype=np.int64)
-    draws = blend.draws(leaves, lane, Standing(0, counts.tolist()))
+    draws = blend.draws(leaves, lane, BlendPosition(0, counts.tolist()))
     for first in range(0, draw, _STRETCH):
         size = min(_STRETCH, draw - first)
         counts += np.bincount(draws.take(size), minlength=counts.size)
         draws.sums(first + size)  # lets it forget what came before
-    return Standing(draw, counts.tolist(), draws.sums(draw))
+    return BlendPosition(draw, counts.tolist(), draws.sums(draw))

@@ -131,7 +131,7 @@ class SharedBuffer:
 
     def _select(self) -> None:
         if self._reading.get(self._number, self) is not self:
-            self._pipeline.loading.cursors.drop(self._number)
+            self._pipeline.loading.round_cache.drop(self._number)
         self._reading[self._number] = self
         counts = Counts()
         judge = self._pipeline.judge

@@ -77,7 +77,7 @@ class Draws:
         self.leaf_draws = list(state.leaf_draws)
         # What has been chosen, and is loaded or loading.
         self._loader = pipeline.loading
-        self._chooser = Chooser(self._loader.cursors, blend, number, state.standing)
+        self._chooser = Chooser(self._loader.round_cache, blend, number, state.blend_position)
         self._first = state.draw
         self._since = state.draw
         self._settled = 0
@@ -302,13 +302,13 @@ class Draws:
 
     def _read_ahead(self, spans: list[DrawSpan]) -> None:
         for span in spans:
-            cursor = self._loader.cursors.of(self.number, span.leaf)
-            current = cursor.current is span.round and cursor.upcoming is None
+            open_rounds = self._loader.round_cache.of(self.number, span.leaf)
+            current = open_rounds.current is span.round and open_rounds.upcoming is None
             if current and (span.round.reader.slow or 2 * span.high > len(span.round)):
-                self._loader.read_ahead(cursor.following())
+                self._loader.read_ahead(open_rounds.following())
 
     def _read_some_ahead(self, spans: list[DrawSpan]) -> None:
         for span in spans:
-            cursor = self._loader.cursors.of(self.number, span.leaf)
-            if cursor.current is span.round and self._loader.read_some_ahead(span.round, span.high):
-                self._loader.read_some_ahead(cursor.upcoming or cursor.following(), 0)
+            open_rounds = self._loader.round_cache.of(self.number, span.leaf)
+            if open_rounds.current is span.round and self._loader.read_some_ahead(span.round, span.high):
+                self._loader.read_some_ahead(open_rounds.upcoming or open_rounds.following(), 0)

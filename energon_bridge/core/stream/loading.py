@@ -1,6 +1,7 @@
 """Loading: draws that are chosen are read, parsed and decoded, on threads if there are some.
 
-Draws of lanes are chosen by round (`Loading.cursors`); picks are samples known by leaf, index and epoch (`load_picks`).
+Draws of lanes are chosen by round (`Loading.round_cache`); picks are samples given by leaf, index and epoch
+(`load_picks`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from energon_bridge.core.encoder.task_encoder import decoder_of
-from energon_bridge.core.order.choose import Cursors, Picks, Span, by_leaf
+from energon_bridge.core.order.choose import Picks, RoundCache, Span, by_leaf
 from energon_bridge.core.order.leaf_order import Round
 from energon_bridge.core.samples.stacking import Lender, Slab, SlabPool
 from energon_bridge.core.storage.helpers import Threads
@@ -75,7 +76,7 @@ class Loading:
 
     Attributes:
         source: Returns a leaf, which is opened on first use.
-        cursors: Where lanes are in the leaves.
+        round_cache: The rounds that lanes have open in the leaves.
         chunk: Draws of a load.
         slab_pool: Gives memory for images, and for what is stacked.
         slabs: The same, if images are decoded into slabs.
@@ -93,7 +94,7 @@ class Loading:
         self.threads = settings.threads
         # Reads of several rounds are longer only where these continue the same slices.
         together = max(1, settings.read_together)
-        self.cursors = Cursors(leaves, sources.buffer, together=lambda order: 1 if order.is_dealt else together)
+        self.round_cache = RoundCache(leaves, sources.buffer, together=lambda order: 1 if order.is_dealt else together)
         self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
         self._reading = Threads(readers, "energon-read") if readers else None

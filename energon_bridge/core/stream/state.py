@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from energon_bridge.core.order.choose import Standing
+from energon_bridge.core.order.choose import BlendPosition
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.stream.failures import Report
 
@@ -163,9 +163,9 @@ class LaneState:
     dealt: int = field(default=0, metadata=_column("dealt", since_0_1_0=False))
 
     @property
-    def standing(self) -> Standing:
-        """Where the lane is in its blend."""
-        return Standing(self.draw, self.leaf_draws, self.sums, self.origin)
+    def blend_position(self) -> BlendPosition:
+        """The position of the lane in its blend."""
+        return BlendPosition(self.draw, self.leaf_draws, self.sums, self.origin)
 
     def plain(self) -> tuple[Any, ...]:
         """Return the values as plain tuples, to cross to the training process with a microbatch."""

@@ -34,7 +34,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.order.blend import lane_step
 from energon_bridge.core.order.changes import WeightParts
-from energon_bridge.core.order.choose import OrderedLeaf, Standing
+from energon_bridge.core.order.choose import BlendPosition, OrderedLeaf
 from energon_bridge.core.order.leaf_order import Memo
 from energon_bridge.core.order.rng import MASK64, IntArray, fold
 from energon_bridge.tools.columns.expression import numbers_of_samples
@@ -98,7 +98,7 @@ def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
 class AmountBlend(WeightParts):
     """The weights of a mix by amounts."""
 
-    def draws(self, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> AmountDraws:
+    def draws(self, leaves: Sequence[OrderedLeaf], lane: int, at: BlendPosition) -> AmountDraws:
         """Return the draws of a lane, from a position on."""
         return AmountDraws(self, leaves, lane, at)
 
@@ -134,7 +134,7 @@ class _Chosen(NamedTuple):
 class AmountDraws:
     """The leaves of the draws of one lane, from a position on."""
 
-    def __init__(self, blend: AmountBlend, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> None:
+    def __init__(self, blend: AmountBlend, leaves: Sequence[OrderedLeaf], lane: int, at: BlendPosition) -> None:
         self._blend = blend
         self._leaves = leaves
         self._lane = lane

@@ -17,7 +17,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.mix import TreeNode
 from energon_bridge.core.mix.schedule import plain_number
 from energon_bridge.core.mix.tree import BlendNode, EpochizedNode, JoinRef, LeafRef
-from energon_bridge.core.order.choose import Cursor, OrderedLeaf, standing
+from energon_bridge.core.order.choose import OpenRounds, OrderedLeaf, blend_position
 from energon_bridge.core.order.leaf_order import LeafOrder
 from energon_bridge.core.order.rng import FloatArray, IntArray
 from energon_bridge.core.order.topology import Ownership, first_microbatch, microbatches_before, step_of
@@ -187,7 +187,7 @@ def draws_per_leaf(run: Run, steps: int) -> IntArray:
     if isinstance(blend, AmountBlend):
         ends = np.rint(np.cumsum(expected_draws(blend, leaves, sum(draws)))).astype(np.int64)
         return ends - np.concatenate(([0], ends[:-1]))
-    return np.sum([standing(leaves, blend, lane, draw).leaf_draws for lane, draw in enumerate(draws)], axis=0)
+    return np.sum([blend_position(leaves, blend, lane, draw).leaf_draws for lane, draw in enumerate(draws)], axis=0)
 
 
 def _first_end(run: Run, sizes: IntArray) -> int | None:
@@ -309,7 +309,7 @@ def mixing(order: LeafOrder, lanes: int) -> float:
     ideal = float((1 - (1 - shares) ** _DRAWS).sum())
     distinct = []
     for lane in range(0, order.num_lanes, -(-order.num_lanes // lanes)):
-        rounds, _ = Cursor(order, lane, lambda one: one, 1).at(0, _DRAWS * _TIMES)
+        rounds, _ = OpenRounds(order, lane, lambda one: one, 1).at(0, _DRAWS * _TIMES)
         samples = rounds.indices[: _DRAWS * _TIMES]
         places = samples - order.first_sample if order.kept is None else np.searchsorted(order.kept, samples)
         parts = places * _PARTS // n

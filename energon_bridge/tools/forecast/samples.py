@@ -20,7 +20,7 @@ from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.key_index import KeyIndex, keys_at, keys_of_shard, local_key_index
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.core.loader.document import read_leaves
-from energon_bridge.core.order.choose import Chooser, plain_cursors, standing
+from energon_bridge.core.order.choose import Chooser, blend_position, plain_rounds
 from energon_bridge.core.order.leaf_order import Round
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.order.topology import Ownership, first_microbatch, microbatches_before, step_of
@@ -216,7 +216,7 @@ class _RunNames:
     def __init__(self, run: Run, *, keys: bool = True) -> None:
         self._run = run
         self._sample_names = _SampleNames(run.plan.leaves, keys=keys)
-        self._cursors = plain_cursors(run.plan.leaves)
+        self._round_cache = plain_rounds(run.plan.leaves)
         # Of lanes whose draws depend on those before (bans, amounts): the draws from a microbatch on, and the next
         # microbatch that they give.
         self._walks: dict[int, tuple[int, int, UnbannedDraws]] = {}
@@ -230,7 +230,7 @@ class _RunNames:
         if draw == stand.draw:
             return replace(stand, microbatches=number, taken=0)
         leaves = self._run.plan.leaves
-        before, after = (standing(leaves, blend, lane, at - stand.origin).leaf_draws for at in (stand.draw, draw))
+        before, after = (blend_position(leaves, blend, lane, at - stand.origin).leaf_draws for at in (stand.draw, draw))
         leaf_draws = np.array(stand.leaf_draws) + after - np.array(before)
         return LaneState(number, draw, 0, tuple(leaf_draws.tolist()), stand.origin)
 
@@ -255,7 +255,7 @@ class _RunNames:
 
     def _draws(self, lane: int, at: LaneState, taken: int) -> UnbannedDraws:
         blend = self._run.plan.blend
-        chooser = Chooser(self._cursors, blend, lane, at.standing)
+        chooser = Chooser(self._round_cache, blend, lane, at.blend_position)
         return UnbannedDraws(chooser, taken)
 
     def _stand(self, lane: int, m: int) -> LaneState:
@@ -281,7 +281,7 @@ class _RunNames:
         leaves = self._run.plan.leaves
         blend = self._run.plan.blend
         return all(
-            not state.origin and [*state.leaf_draws] == standing(leaves, blend, lane, state.draw).leaf_draws
+            not state.origin and [*state.leaf_draws] == blend_position(leaves, blend, lane, state.draw).leaf_draws
             for lane, state in self._run.lanes.items()
         )
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from energon_bridge.core.order.blend import lane_step
 from energon_bridge.core.order.changes import LeafBans
-from energon_bridge.core.order.choose import Chooser, Standing, plain_cursors, standing
+from energon_bridge.core.order.choose import BlendPosition, Chooser, blend_position, plain_rounds
 from energon_bridge.core.order.leaf_order import LeafOrder, slice_length
 from energon_bridge.core.order.rng import fold
 from energon_bridge.tools.columns.amounts import AmountBlend, AmountDraws, Amounts
@@ -128,7 +128,7 @@ def test_each_draw_comes_from_the_leaf_that_is_furthest_behind(
     parts = ((0, steps), (changed, Steps([given_weights[0]]))) if changed else ((0, steps),)
     blend, lane = AmountBlend(parts=parts, num_lanes=lanes, key=seed), lanes // 2
     expected = recounted(blend, leaves, lane, DRAWS)
-    draws = AmountDraws(blend, leaves, lane, Standing(0, [0] * 3))
+    draws = AmountDraws(blend, leaves, lane, BlendPosition(0, [0] * 3))
     stops = sorted({1, 2, *rng.integers(1, DRAWS, 8).tolist(), DRAWS})
     found, sums = [], {}
     for low, high in pairwise([0, *stops]):
@@ -138,19 +138,19 @@ def test_each_draw_comes_from_the_leaf_that_is_furthest_behind(
     assert sums == {stop: expected[stop - 1][1] for stop in stops}
     for stop in stops[:-1]:  # continued from the state there
         counts = np.bincount(found[:stop], minlength=3).tolist()
-        again = AmountDraws(blend, leaves, lane, Standing(stop, counts, sums[stop]))
+        again = AmountDraws(blend, leaves, lane, BlendPosition(stop, counts, sums[stop]))
         assert again.sums(stop) == sums[stop]
         assert again.take(DRAWS - stop).tolist() == found[stop:]
         assert again.sums(DRAWS) == sums[DRAWS]
-    assert standing(leaves, blend, lane, stops[-2]) == (stops[-2], counts, sums[stops[-2]], 0)
+    assert blend_position(leaves, blend, lane, stops[-2]) == (stops[-2], counts, sums[stops[-2]], 0)
 
 
 def drawn(leaves: Sequence[PlanLeaf], blend: AmountBlend, draws: int) -> tuple[np.ndarray, np.ndarray]:
     """Return leaf and amount of each global draw, in ones."""
-    cursors = plain_cursors(leaves)
+    round_cache = plain_rounds(leaves)
     columns = []
     for lane in range(blend.num_lanes):
-        chooser = Chooser(cursors, blend, lane, Standing(0, [0] * len(leaves)))
+        chooser = Chooser(round_cache, blend, lane, BlendPosition(0, [0] * len(leaves)))
         columns.append(
             np.concatenate([chooser.picks(2000).members[:, :2] for _ in range(draws // blend.num_lanes // 2000)])
         )
@@ -210,7 +210,7 @@ def test_expected_draws_are_about_those_that_are_made() -> None:
     rng = np.random.default_rng(8)
     leaves = [plan_leaf(n, lengths(rng, mean, 3000), 6) for n, mean in enumerate((3, 30, 200))]
     blend = AmountBlend(parts=((0, Steps([[1, 1, 1], [0, 1, 3]], (6000,))),), num_lanes=6, key=2)
-    made = sum(np.array(standing(leaves, blend, lane, 4000).leaf_draws) for lane in range(6))
+    made = sum(np.array(blend_position(leaves, blend, lane, 4000).leaf_draws) for lane in range(6))
     assert made.sum() == 24_000
     assert expected_draws(blend, leaves, 24_000) == pytest.approx(made, abs=150)
 
@@ -219,7 +219,7 @@ def test_rounding_of_large_sums_stays_that_of_whole_numbers() -> None:
     leaves = [plan_leaf(0, [2.0**30], 1), plan_leaf(1, [2.0**30 - 1, 2.0**30 + 1], 1)]
     blend = AmountBlend(parts=((0, Steps([[1, 1]])),), num_lanes=1, key=4)
     assert [leaf for leaf, _ in recounted(blend, leaves, 0, 3000)] == AmountDraws(
-        blend, leaves, 0, Standing(0, [0, 0])
+        blend, leaves, 0, BlendPosition(0, [0, 0])
     ).take(3000).tolist()
 
 
@@ -246,9 +246,9 @@ def test_lanes_that_bans_leave_nothing_of_an_unshuffled_dataset_draw_from_the_ot
     bans = LeafBans(samples=np.array([2, 5]), starts=np.array([0, first]))
     blend = AmountBlend(parts=((0, Steps([[5, 1]])),), num_lanes=8, key=3)
     for lane in range(8):
-        drawn_from = AmountDraws(blend, [replace(few, order=order, bans=bans), rest], lane, Standing(0, [0, 0])).take(
-            900
-        )
+        drawn_from = AmountDraws(
+            blend, [replace(few, order=order, bans=bans), rest], lane, BlendPosition(0, [0, 0])
+        ).take(900)
         before, after = drawn_from[: first // 8], drawn_from[first // 8 + 1 :]
         assert (before == 0).any() == (lane != 2)
         assert (after == 0).any() == (lane not in (2, 5))
