@@ -39,7 +39,7 @@ _SURPRISES = {
     "turned": ("an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
     "unopened": ("a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
 }
-"""What lists of keys of a `ShardReport` mean, and what to do."""
+"""The message, with the remedy, for each list of keys in a `ShardReport`."""
 
 
 @dataclass(slots=True, kw_only=True)
