@@ -576,7 +576,7 @@ def _video_at_size(video: VideoFrames, value: Any, family: Any) -> VideoFrames:
 def _size_by_options(
     options: MediaOptions, size: tuple[int, int], factor: int, area: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return height and width by the options of a part; `area` are the bounds that it does not give."""
+    """Return height and width by the options of a part; `area` has the bounds, in pixels, for those it does not set."""
     if options.resized_height is not None and options.resized_width is not None:
         return smart_resize(options.resized_height, options.resized_width, factor=factor, area=area)
     least = options.min_pixels or area[0]

@@ -90,7 +90,7 @@ def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFr
 
 
 def _with_asked_frames(video: MediaWithOptions, fps: float, least: int, most: int | None) -> VideoFrames:
-    """Return a video with the frames that its options say. Raises SampleError as `video_of` does."""
+    """Return a video with the frames that the options of its part ask for. Raises SampleError as `video_of` does."""
     options = video.options
     least = options.nframes or options.min_frames or least
     bounds = [bound for bound in (options.nframes or options.max_frames, most) if bound is not None]
