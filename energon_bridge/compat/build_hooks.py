@@ -48,14 +48,14 @@ def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, Opened
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Built:
-    """What a hook put together.
+    """The pipeline that a `build_…` hook has put together out of wrappers.
 
     Attributes:
-        sources: Place of each dataset in the mix, how often it comes (None: forever), and its weight of 1.
+        sources: Of each dataset its number in the mix, its repetitions (None: forever), and its weight, 1 in all.
         settings: Fields of `RunSettings`.
-        of_samples, of_batches: Wrappers with functions, the innermost first.
-        of_cooked: Those of samples that are not encoded yet.
+        of_cooked: Wrappers with functions of samples before they are encoded, the innermost first.
         encodes: Whether the encoder's own hook encodes samples; if not, functions do.
+        of_samples, of_batches: Wrappers with functions of encoded samples, and of batches, the innermost first.
     """
 
     sources: tuple[tuple[int, float | None, float], ...]
@@ -69,7 +69,7 @@ class _Built:
 
 
 def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
-    """Return the dataset as the hooks of its encoder put it together."""
+    """Return the dataset with what the encoder's overridden hooks change; raises for what the engine cannot do."""
     encoder = DefaultTaskEncoder() if encoder is None else encoder
     if not isinstance(encoder, DefaultTaskEncoder) or not _overridden(encoder):
         return spec
@@ -108,7 +108,7 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
 
 _OWN = {name: vars(DefaultTaskEncoder)[name] for name in HOOKS}
 _Unchanged: type[DefaultTaskEncoder] = type("DefaultTaskEncoder", (DefaultTaskEncoder,), _OWN)
-"""Has its own hooks where a program has replaced those of the class."""
+"""A task encoder with megatron-energon's own hooks, also if a program has replaced those of the class."""
 
 
 def _overridden(encoder: DefaultTaskEncoder) -> list[str]:
@@ -116,7 +116,7 @@ def _overridden(encoder: DefaultTaskEncoder) -> list[str]:
 
 
 def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
-    """Read wrappers from the outside in."""
+    """Return the pipeline that wrappers describe, reading them from the outermost inwards."""
     settings = {"virtual_epoch_length": None, "limit": None, "shuffle_buffer_size": 0}
     while isinstance(made, EpochizeDataset | LimitDataset):
         settings["virtual_epoch_length" if isinstance(made, EpochizeDataset) else "limit"] = made.length
@@ -170,7 +170,7 @@ def _functions(made: Any) -> tuple[list[Any], Any]:
 
 
 def _place(part: Any, spec: DatasetSpec) -> int | None:
-    """Return which leaf of the mix a dataset is, None if it is none."""
+    """Return the number of a dataset in the mix, None if it is not part of it."""
     if not isinstance(part, DatasetSpec) or len(part.leaves) != 1:
         return None
     return next((place for place, leaf in enumerate(spec.leaves) if leaf is part.leaves[0]), None)

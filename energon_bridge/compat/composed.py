@@ -141,7 +141,7 @@ def _with_hooks(spec: DatasetSpec, hooks: dict[Hook, Any], **settings: Any) -> D
 
 
 def _delivers(spec: DatasetSpec) -> Hook:
-    """Return the hook whose output a dataset delivers: samples, packs or batches."""
+    """Return the last hook of a dataset, whose output it delivers: samples, packs or batches."""
     run = spec.settings
     if run.batch_size is not None or spec.grouped:
         return Hook.ENCODE_BATCH
@@ -149,7 +149,7 @@ def _delivers(spec: DatasetSpec) -> Hook:
 
 
 def _encoding(spec: DatasetSpec) -> list[UserStep]:
-    """Return what is done to the samples of a dataset that delivers samples."""
+    """Return the function that encodes the samples of a dataset which delivers samples, not batches."""
     encoder = spec.settings.task_encoder
     own = OwnHooks(encoder)
     steps: list[UserStep] = [hook_of(encoder, own.first)] if own.pre else []

@@ -30,7 +30,7 @@ from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.stream.conventions import Conventions, PassLeaf, attach
 
 ENDLESS = 1 << 62
-"""Steps of a pass that repeats without end."""
+"""Number of steps that stands for a pass which repeats without end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class EnergonConventions(Conventions):
         return number // ranks
 
     def sample_numbers(self, lane: int, *, num_lanes: int, rows: int, ranks: int, workers: int) -> Callable[[int], int]:
-        """Return what numbers draws as if each worker counted its own, and they took turns."""
+        """Return a function that numbers draws as megatron-energon: each worker counts its own, workers take turns."""
 
         def number_of(draw: int) -> int:
             turn, row = divmod(draw, rows)
@@ -122,7 +122,7 @@ class EnergonConventions(Conventions):
             attach(batch, name, torch.utils.data.default_convert(value) if name == "__restore_key__" else value)
 
     def raised(self, error: Exception, on_error: Any) -> BaseException:
-        """Return the exception of the program's own hook or handler, which it may expect, or the one at a tolerance."""
+        """Return the exception to raise: that of the program's hook or handler, which it may catch, or ours."""
         if isinstance(error, StoppedByPolicyError) and on_error != "skip" and error.__cause__ is not None:
             return error.__cause__
         return FatalSampleError(str(error)) if type(error) is errors.FatalSampleError else error
@@ -137,12 +137,14 @@ class EnergonConventions(Conventions):
 
 
 class Dealt:
-    """The draws and microbatches of a pass.
+    """A pass over validation data, divided among workers as megatron-energon does it: draws and microbatches.
+
+    All samples lie on one line, those of an owner (worker `w` of rank `r` is owner `r * workers + w`) side by side.
 
     Args:
         leaves: The datasets, each in its own order.
-        ranks, workers: Among which it is divided; each rank has so many workers.
-        rows, drop_last: Of each worker's microbatches.
+        ranks, workers: Number of ranks, and of the workers of each rank.
+        rows, drop_last: Rows of a microbatch, and whether a smaller last one of a worker is left out.
         limit: Steps of a rank, divided among its workers; None: no limit.
         repeats: Whether each worker starts over when it reaches its end, until the limit.
 
@@ -193,7 +195,10 @@ class Dealt:
         return samples // size if self._drop_last else -(-samples // size)
 
     def _turns_of(self, rank: int) -> tuple[IntArray, IntArray]:
-        """Return the worker and microbatch of each step of a rank that does not repeat its pass."""
+        """Return, for each step of a rank, the worker and the number of its microbatch; for a pass without repeats.
+
+        Workers take turns; one that has no more microbatches is skipped.
+        """
         found = self._turns.get(rank)
         if found is None:
             counts = [min(self._batches(rank, worker), self._limit_of(worker)) for worker in range(self._workers)]
@@ -221,6 +226,7 @@ class Dealt:
         return ENDLESS if self._limit is None else self._limit
 
     def span(self, number: int) -> tuple[int, int]:
+        """Return the first draw of microbatch `number` of all ranks, and the one behind its last."""
         step, rank = divmod(number, self._ranks)
         if self._repeats:
             turn, worker = divmod(step, self._workers)
@@ -240,7 +246,7 @@ class Dealt:
 
 
 def _shares(samples: int, workers: int, rotation: int) -> list[int]:
-    """Return the samples of each worker; the remainder of the division goes to workers far apart."""
+    """Return the number of samples of each worker; the remainder goes to workers far apart, from `rotation` on."""
     least, left = divmod(samples, workers)
     shares = [0] * workers
     for place, worker in enumerate(_spread(list(range(workers)))):

@@ -1,4 +1,4 @@
-"""What a program asks of a dataset's files before it opens them: what kind it is, and how many samples it has."""
+"""Facts about a dataset that programs ask for before they open it: its kind, and its number of samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from energon_bridge.core.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML
 
 
 class EnergonDatasetType(Enum):
-    """What a path is."""
+    """The kinds of datasets that a path can hold."""
 
     METADATASET = "metadataset"
     WEBDATASET = "webdataset"

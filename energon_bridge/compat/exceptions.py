@@ -1,4 +1,4 @@
-"""What user code raises for a bad sample, and what no handler of failed samples gets."""
+"""Exceptions that user code raises for a bad sample, and those that are never passed to a handler of failed samples."""
 
 from __future__ import annotations
 

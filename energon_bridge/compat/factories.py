@@ -162,7 +162,7 @@ def loaded_datasets(whole: DatasetSpec) -> LoadedDatasetList:
 
 @dataclass
 class TraversedDatasetReference:
-    """What a mix says about one of its datasets, which is not opened and need not exist."""
+    """The settings of a dataset in the file of a mix. It is not opened, and need not exist."""
 
     path: EPath
     split_part: str

@@ -26,7 +26,7 @@ _HERE = "energon_bridge.compat"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameEntry:
-    """What a name is: `target` is our `module:attribute`, `advice` the text of a refusal."""
+    """The entry of a name: `target` is our object as `module:attribute`, `advice` the text of a refusal."""
 
     kind: NameKind
     target: str = ""

@@ -77,7 +77,7 @@ class _AnyDataset(Refusing):
 
 
 class SavableDataset(metaclass=_AnyDataset):
-    """What builders return and loaders accept, for annotations and `isinstance`; subclasses cannot be instantiated."""
+    """The type of datasets, for annotations and `isinstance`: builders return them, loaders accept them."""
 
     __named__ = "a dataset derived from SavableDataset"
     __advice__ = WRAPPERS_ADVICE

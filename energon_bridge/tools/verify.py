@@ -67,7 +67,7 @@ class ResumeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivered:
-    """What is kept of a microbatch for comparison."""
+    """The fields of a delivered microbatch as hashes, for comparison without keeping it."""
 
     fields: dict[str, Field]
     keys: Any

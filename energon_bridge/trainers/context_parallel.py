@@ -171,6 +171,8 @@ def zigzag_indices(length: int, *, rank: int, size: int) -> Tensor:
             "use pad_for_context_parallel"
         )
     chunk = length // (2 * size)
+    # Causal attention costs more towards the end of a sequence, so each rank gets an early and a late chunk, as
+    # `get_batch_on_this_cp_rank` of megatron-core has it.
     halves = [torch.arange(start * chunk, (start + 1) * chunk) for start in (rank, 2 * size - 1 - rank)]
     return torch.cat(halves)
 
@@ -388,14 +390,14 @@ def _fill_of(name: str, fill: Mapping[str, float]) -> float:
 
 
 def _ends_of(batch: Any, name: str) -> Tensor | None:
-    """Return where the samples of packs end, with padding if there is any."""
+    """Return the cumulative lengths of the samples of packs, (samples + 1,), with padding if they are there so."""
     ends = _get(batch, f"{name}_padded")
     ends = _get(batch, name) if ends is None else ends
     return None if ends is None else ends.reshape(-1)
 
 
 def _ends(batch: Any, cuts: Tensor, padded: Sequence[int]) -> dict[str, Any]:
-    """Return the fields that say where samples end, as far as they change."""
+    """Return the changed fields with ends of samples: `cuts` are the ends so far, `padded` the new lengths."""
     changed: dict[str, Any] = {}
     after = torch.tensor([0, *padded]).cumsum(0).to(cuts)
     for name, longest in _ENDS:
@@ -426,7 +428,10 @@ def _check_covers(cuts: Tensor, shape: tuple[int, int]) -> None:
 
 
 def _without_masked_rows(batch: Any, tokens: dict[str, tuple[Tensor, int]], shape: tuple[int, int]) -> dict[str, Any]:
-    """Take the loss off the tokens of masked rows, which are rows no more once they are laid end to end."""
+    """Set the loss of masked rows to 0 in `tokens`: once rows are laid end to end, `__valid__` cannot name one of them.
+
+    Return the new `__valid__`, of shape (1,).
+    """
     valid = _get(batch, "__valid__")
     if not isinstance(valid, Tensor) or shape[0] == 1:
         return {}
@@ -447,7 +452,7 @@ def _end_to_end(name: str, value: Tensor, axis: int) -> tuple[Tensor, int]:
 
 
 def _placed(batch: Any, places: Sequence[tuple[int, int | None]], *, packed: bool) -> dict[str, Any]:
-    """Return the `segments` of a batch at new places: start and, if it changes, length of each sample."""
+    """Return the `segments` of a batch with the (start, length) of each sample replaced; length None: as it was."""
     rows = _get(batch, "segments")
     if not rows:
         return {}

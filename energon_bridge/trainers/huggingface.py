@@ -377,7 +377,7 @@ def _token_mean(
 
 
 class Described:
-    """A dataset as the Trainer sees it: something with a length, in samples of an epoch."""
+    """A dataset as the Trainer sees it: an object whose length is the samples of an epoch; the dataset is `spec`."""
 
     def __init__(self, spec: DatasetSpec) -> None:
         if not isinstance(spec, DatasetSpec):
@@ -450,7 +450,7 @@ class _SaveData(TrainerCallback):
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say where in which epoch the run is; the Trainer counts from where it was resumed."""
+        """Set `state.epoch` to epochs from the beginning of the run; the Trainer counts from where it was resumed."""
         batches = self._trainer._train_batches
         if batches is not None:
             state.epoch = state.global_step * args.gradient_accumulation_steps / batches.steps

@@ -103,7 +103,7 @@ class MixFeedbackCallback(Callback):
         self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the first step of the run."""
+        """Remember at which optimizer step this run begins: it may be resumed."""
         self._step = trainer.global_step
 
     def on_train_batch_end(

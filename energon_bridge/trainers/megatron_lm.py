@@ -46,7 +46,7 @@ Split = tuple[Iterators, Iterators, Iterators]
 
 
 class Provider(Protocol):
-    """What `pretrain` calls."""
+    """The function that Megatron-LM's `pretrain` calls for its data iterators."""
 
     is_distributed: bool
 

@@ -34,7 +34,7 @@ from energon_bridge.models.conversations.inputs import IGNORED_LABEL, loss_weigh
 
 _MEDIA = {"image_grid_thw": "grid_thw", "video_grid_thw": "grid_thw_videos"}
 _MEDIA |= {name: name for name in ("pixel_values", "pixel_values_videos")}
-"""What processors of the Qwen-VL family return, and its name in torchtitan."""
+"""Names of media inputs of the Qwen-VL family: in transformers, and in torchtitan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +144,9 @@ def trainer_batch(batch: Any, run: TitanRun) -> tuple[dict[str, Any], Tensor]:
             "encode_batch, or take ChatTemplateTaskEncoder or MultiModalTaskEncoder"
         )
     labels = torch.where(loss_weights(batch) > 0, batch.labels, IGNORED_LABEL)
-    positions = batch.position_ids  # padding counts on after its sample, perhaps further than any sample
+    # torchtitan has rotary frequencies for positions below max_context_length only, and padding, which counts on after
+    # its sample, may pass that.
+    positions = batch.position_ids
     positions = torch.where(batch.attention_mask > 0, positions, positions % run.max_context_length)
     inputs, labels = _filled(batch.tokens, positions, labels, run)
     media = {name: value for name, value in visual_inputs(batch).items() if name != "second_per_grid_ts"}
@@ -161,7 +163,7 @@ def trainer_batch(batch: Any, run: TitanRun) -> tuple[dict[str, Any], Tensor]:
 
 
 def _windows(batch: Mapping[str, Any], run: TitanRun) -> tuple[dict[str, Any], Tensor]:
-    """Return a batch of windows of n + 1 tokens: n tokens and their labels."""
+    """Return a batch of windows (rows of n + 1 tokens of a Megatron index) as n inputs and n labels a row."""
     tokens = batch.get("tokens")
     valid = batch.get("__valid__")
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
@@ -185,7 +187,7 @@ def _filled(tokens: Tensor, positions: Tensor, labels: Tensor, run: TitanRun) ->
             f"(training.num_tokens_per_microbatch_per_dp_rank) and samples of {run.max_context_length} "
             "(max_context_length): set seq_length=run.max_context_length and batch_size=run.rows"
         )
-    rest = torch.arange(missing) % run.max_context_length
+    rest = torch.arange(missing) % run.max_context_length  # padding restarts, as a sample of its own
     tokens = pad(tokens.flatten(), (0, missing), value=getattr(run.tokenizer, "pad_id", None) or 0)
     inputs = {"input": tokens, "positions": torch.cat([positions.flatten(), rest])}
     return inputs, pad(labels.flatten(), (0, missing), value=IGNORED_LABEL)

@@ -355,7 +355,7 @@ class Checkpointer(Callback):
         self._earlier_handler: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over SIGTERM: Lightning's handler raises between two steps, before anything is saved."""
+        """Replace Lightning's handler of SIGTERM, which raises between two steps, before anything is saved."""
         self._saved_step = trainer.global_step
         self._earlier_handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
 

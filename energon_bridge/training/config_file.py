@@ -41,7 +41,7 @@ _CALLED = {
     "today": "data.today",
     "trust_remote_code": "data.trust_remote_code=true",
 }
-"""What settings that messages name are called in a configuration."""
+"""Arguments that error messages name, and their keys in a configuration."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, inputs: bool = False) -> RunConfig:

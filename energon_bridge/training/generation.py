@@ -27,7 +27,7 @@ from energon_bridge.models.conversations.multimodal import MultiModalBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What the model generated for one sample, and what was expected."""
+    """The answer that the model generated for one sample, and the expected one."""
 
     key: str
     expected: str
@@ -76,8 +76,8 @@ def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
 
 def prompt_lengths(batch: MultiModalBatch) -> Tensor:
     """Return the number of tokens before the answer of each row, int64 (B,)."""
-    # The first label with loss is the first token of the answer, so its position is the last of the prompt. A row
-    # without loss has no answer.
+    # Label i is token i + 1. So the first label with loss, at position p, is the first token of the answer, and the
+    # prompt is tokens 0 to p. A row without loss has no answer.
     whole = batch.attention_mask.sum(dim=1)
     return torch.where(batch.loss_mask.any(dim=1), batch.loss_mask.argmax(dim=1) + 1, whole)
 
@@ -94,12 +94,12 @@ def visible_images(
     """Leave out images that come after the prompts; videos are kept, and must be inside the prompts.
 
     Args:
-        inputs: What the image processor made of all images of the batch: a row for each image, or, where there is an
+        inputs: The image processor's results for all images of the batch: a row for each image, or, with an
             `image_grid_thw`, for each patch.
         batch: Has one sample in each row.
         prompts: What `prompts_of` made of it.
         image_token_id: Stands for an image in tokens and prompts.
-        per_image: That often for each; None if it depends on the image: then each is a run of such tokens.
+        per_image: Tokens of each image; None if they depend on the image: then each run of such tokens is an image.
         video_token_id: Stands for a video, if the model takes any.
 
     Raises:

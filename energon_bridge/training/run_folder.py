@@ -39,7 +39,7 @@ _OF_A_RUN = (
     "config.yaml",
     "export",
 )
-"""What a run writes into its folder."""
+"""Names of the files and folders that a run writes into its folder."""
 
 
 @contextmanager

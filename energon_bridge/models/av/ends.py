@@ -1,4 +1,4 @@
-"""Where files end by their own words: sizes that headers claim, the last page of an Ogg, the files it is a chain of.
+"""Where files should end by their headers: claimed sizes, the last page of an Ogg, the files that it is a chain of.
 
 FFmpeg reads what is there: without a look here, a file that is cut off is a shorter sound. Sizes that say "unknown", as
 programs write them that cannot go back to the header (into a pipe), claim nothing. Where FFmpeg takes them for sizes,
@@ -23,9 +23,9 @@ _FIRST_PAGE, _LAST_PAGE = 2, 4
 
 
 def what_is_there(file: BinaryIO, form: str) -> str | None:
-    """Return what there is of a file that is cut off; None if it ends where its headers say, or if they do not say.
+    """Return how much of a cut-off file is there, as text; None if it is whole, or if its headers claim no size.
 
-    `form` is its format in FFmpeg. The position in the file stays.
+    `form` is FFmpeg's name of the format. The position in the file is restored.
     """
     here = file.tell()
     size = file.seek(0, io.SEEK_END)
@@ -46,7 +46,7 @@ def _unpack(file: BinaryIO, at: int, form: str) -> tuple[int, ...]:
 
 
 def _is_unknown(length: int) -> bool:
-    """Whether 32 bits of a length stand for "until the end": 0, or nearly as large as signed or unsigned ones get.
+    """Whether a length of 32 bits means "until the end": 0, or near the largest signed or unsigned number.
 
     sox writes 0x7F000000 samples' bytes into an AIFF, and into a WAV 0x7FFFF000 rounded down to whole samples.
     """
@@ -54,23 +54,23 @@ def _is_unknown(length: int) -> bool:
 
 
 def with_size(file: BinaryIO) -> BinaryIO:
-    """Return a file, or a view of it whose header has its size where it says that it is unknown.
+    """Return the file; if its header says "size unknown", a view of it whose header has the true size.
 
-    That is done for AIFF, Wave64 and RF64: FFmpeg takes 0 there for no sound at all, or does not open the file.
+    Only AIFF, Wave64 and RF64 need that: FFmpeg reads their 0 as no sound at all, or does not open the file.
     """
     here = file.tell()
     size = file.seek(0, io.SEEK_END)
     try:
-        told = _sizes_to_tell(file, size)
+        patches = _true_sizes(file, size)
     except struct.error:  # the header itself is cut off
-        told = {}
+        patches = {}
     finally:
         file.seek(here)
-    return _Told(file, told) if told else file  # type: ignore[return-value]
+    return _PatchedFile(file, patches) if patches else file  # type: ignore[return-value]
 
 
-def _sizes_to_tell(file: BinaryIO, size: int) -> dict[int, bytes]:
-    """Return what belongs at some places of the header; nothing if it is right."""
+def _true_sizes(file: BinaryIO, size: int) -> dict[int, bytes]:
+    """Return the bytes to write into the header, by offset; empty if the sizes in it are usable."""
     kind = _read(file, 0, 4)
     if kind == b"FORM" and (at := _chunk(file, size, b"SSND", ">4sI")):
         (length,) = _unpack(file, at + 4, ">I")
@@ -88,12 +88,12 @@ def _sizes_to_tell(file: BinaryIO, size: int) -> dict[int, bytes]:
     return {}
 
 
-class _Told(io.RawIOBase):
-    """A file with other bytes at some places."""
+class _PatchedFile(io.RawIOBase):
+    """A file, read-only, whose bytes at some offsets are replaced by others when read."""
 
-    def __init__(self, file: BinaryIO, told: dict[int, bytes]) -> None:
+    def __init__(self, file: BinaryIO, patches: dict[int, bytes]) -> None:
         self._file = file
-        self._told = told
+        self._patches = patches
 
     def readable(self) -> bool:
         return True
@@ -110,7 +110,7 @@ class _Told(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         begin = self._file.tell()
         data = self._file.read(size)
-        for at, content in self._told.items():
+        for at, content in self._patches.items():
             low = max(begin, at)
             high = min(begin + len(data), at + len(content))
             if low < high:
@@ -119,13 +119,13 @@ class _Told(io.RawIOBase):
 
 
 def _chunk(file: BinaryIO, size: int, wanted: bytes, form: str) -> int:
-    """Return where a chunk of RIFF or AIFF begins, after the twelve bytes of the file's own; 0: there is none."""
+    """Return the offset of the first chunk of that name in RIFF or AIFF, whose own header has 12 bytes; 0: none."""
     at = 12
     while at + 8 <= size:
         name, length = struct.unpack(form, _read(file, at, 8))
         if name == wanted:
             return at
-        at += 8 + length + length % 2
+        at += 8 + length + length % 2  # chunks are padded to an even length
     return 0
 
 
@@ -218,7 +218,7 @@ def _end_of_matroska(file: BinaryIO, size: int) -> int | None:
         if _read(file, at, 4) != name:
             return None
         (first,) = _unpack(file, at + 4, "B")
-        width = 9 - first.bit_length()
+        width = 9 - first.bit_length()  # leading zero bits give the width of the size (RFC 8794, 4); all ones: unknown
         if not first:
             return None
         length = int.from_bytes(_read(file, at + 4, width), "big") & ((1 << 7 * width) - 1)
@@ -248,7 +248,7 @@ def _end_of_mp3(file: BinaryIO, size: int) -> int | None:
 
 
 def size_of_id3(file: BinaryIO) -> int:
-    """Return the size of an ID3 tag at the beginning: ten bytes, and four times seven bits of its size; 0: none."""
+    """Return the bytes of an ID3v2 tag at the beginning: a header of 10, and a size in 4 times 7 bits; 0: no tag."""
     tag = _read(file, 0, 10)
     return 10 + sum(byte << 7 * (3 - n) for n, byte in enumerate(tag[6:])) if tag[:3] == b"ID3" else 0
 

@@ -35,7 +35,7 @@ def tells_frames(media: MediaFile) -> bool:
 
 
 def _has_one_edit(media: MediaFile, stream: Any) -> bool:
-    """Whether the index of an MP4 goes through the file once, and cuts off nothing but its ends."""
+    """Whether the edit list of an MP4 plays its packets once, in order, leaving some out at the ends at most."""
     entries = stream.index_entries
     if "mp4" not in media.container.format.name or not len(entries):
         return True
@@ -63,7 +63,7 @@ _MAX_ENTRIES = 64
 
 
 def shows_frame(codec: str) -> Callable[[Any], bool] | None:
-    """Return what tells of a packet whether it has a frame that is shown; None: all packets of the codec have."""
+    """Return a function that says whether a packet's frame is shown; None: those of all packets of the codec are."""
     return _SHOWS.get(codec)
 
 

@@ -264,7 +264,7 @@ def has_all_packets(media: MediaFile) -> bool:
 
 
 def _seconds(text: str) -> Fraction | None:
-    """Parse Matroska's `00:00:04.040000000`."""
+    """Return the seconds in a duration as Matroska's tags write it, `00:00:04.040000000`."""
     try:
         hours, minutes, seconds = text.split(":")
         return 3600 * int(hours) + 60 * int(minutes) + Fraction(seconds)

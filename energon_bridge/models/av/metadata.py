@@ -84,7 +84,7 @@ def known_length(media: MediaFile, stream: Any) -> Fraction | None:
 
 
 def _is_unsaid(stream: Any) -> bool:
-    """Whether the header does not say how long a sound is, or FFmpeg does not read it there.
+    """Whether the duration of a sound is not in its header, or FFmpeg does not read it from there.
 
     So it is with compressed CAF and WAV: FFmpeg takes the last packet for a full one, or goes by the rate of bytes.
     """
@@ -93,7 +93,7 @@ def _is_unsaid(stream: Any) -> bool:
 
 
 def _is_vague(stream: Any) -> bool:
-    """Whether the duration of a stream is only about right: broadcasts lack the last packets, WMV has the file's."""
+    """Whether a stream's duration is imprecise: broadcasts leave out the last packets, WMV gives the whole file's."""
     form = stream.container.format.name
     return form in (*BROADCASTS, "asf") or (form == "avi" and stream.type == "audio")
 

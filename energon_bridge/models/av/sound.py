@@ -36,23 +36,23 @@ from energon_bridge.models.av.media_file import (
 
 _PREROLL_SECONDS = Fraction(1, 2)
 _JITTER_SECONDS = Fraction(1, 50)
-"""How far coarse timestamps may be from where counting samples leads, before they have jumped."""
+"""Coarse timestamps that differ from the count of samples by less are rounding; by more, the sound has jumped."""
 _COUNTING_FORMATS = ("wav", "flac", "mp3")
 """Containers whose timestamps are counts of samples."""
 BARE_FORMATS = ("ac3", "eac3", "dts", "dtshd", "mlp", "truehd", "loas", "adx")
-"""Formats of packets alone, whose times are only estimated: nothing can jump."""
+"""Formats without a container, and so without timestamps: FFmpeg's are estimates, which cannot show a jump."""
 BROADCASTS = ("mpegts", "mpeg")
-"""Formats whose packets have times, but not each sound in a packet."""
+"""MPEG-TS and -PS: their packets (PES) have times, but the several blocks of sound in a packet have none."""
 _MISSING_SECONDS: Mapping[str, Fraction] = {
     **dict.fromkeys(("flac", "wv", "tta", "ape"), Fraction(0)),
     "mp3": Fraction(1, 5),
 }
-"""Formats whose headers count samples, and how many seconds less a whole file may have: what its decoder leaves out."""
+"""Formats whose headers count samples, and by how many seconds fewer a whole file may decode to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Blocks:
-    """Layout of a stream's decoded blocks: the pts of the second one, the length of the first and of the others."""
+    """Layout of a stream's decoded blocks: pts of the second one, samples of the first and of each other one."""
 
     pts: int
     first: int
@@ -172,7 +172,11 @@ class AudioReader:
             raise self._media.cut_off(f"{float(there):.2f} of {float(length):.2f} s")
 
     def _placed(self, blocks: Iterator[Any], at: int, by_time: bool) -> Iterator[tuple[int, Any]]:
-        """Yield blocks with the number of their first sample, of which the first block's is given."""
+        """Yield blocks with the number of their first sample; that of the first block is `at`.
+
+        By count, each block follows the last one. `by_time`, a block whose time is off by more than rounding (`jitter`
+        samples) is placed by its time: the recording paused, or packets were lost.
+        """
         jitter = 1 if self._exact else max(int(_JITTER_SECONDS * self.rate), int(2 * self._base * self.rate))
         for block in blocks:
             due = self._due(block) if by_time and at else None
@@ -182,12 +186,15 @@ class AudioReader:
             at += block.samples
 
     def _due(self, block: Any) -> int | None:
-        """Return the number of a block's first sample by its time."""
+        """Return the number of a block's first sample by its pts, from a block whose pts and number are known."""
         pts, begin = self._anchor
         return None if None in (pts, block.pts) else begin + round((block.pts - pts) * self._base * self.rate)
 
     def _read_near(self, first: int, last: int | None, by_time: bool) -> np.ndarray | None:
-        """Read from shortly before the first sample; None if that cannot be exact."""
+        """Return samples by seeking to half a second before the first one; None if the result could be inexact.
+
+        A decoder needs some packets before its output is that of decoding from the beginning.
+        """
         preroll = int(_PREROLL_SECONDS * self.rate)
         if first <= 2 * preroll or self._first_pts is None or not (self._exact or self._blocks):
             return None
@@ -237,10 +244,10 @@ class AudioReader:
 
     def _collect(self, placed: Iterator[tuple[int, Any]], first: int, last: int | None) -> np.ndarray | None:
         pieces: list[np.ndarray] = []
-        end = first  # of what was collected
+        end = first  # number of the sample behind those collected so far
         for at, block in placed:
             if last is not None and at >= last:
-                if end < last:  # in a jump
+                if end < last:  # a jump: the time in between is silent
                     pieces.append(_silence(_array(block), last - end))
                 break
             stop = at + block.samples if last is None else min(at + block.samples, last)

@@ -115,7 +115,7 @@ class Packets:
         return self.queue.popleft()
 
     def _look(self) -> bool:
-        """Read one more packet; return False at the end of the stream."""
+        """Read one more packet into the queue, and note the pts of its frame; return False at the end of the stream."""
         if self._ended:
             return False
         with self._media.refusing("cannot be read"):
@@ -133,6 +133,7 @@ class Packets:
             return True
         self.queue.append(packet)
         dts = self._dts if packet.dts is None else packet.dts
+        # All that is known of frames without decoding rests on this: dts never falls, and never exceeds the pts.
         if packet.pts is None or not packet.size or not self._dts <= dts <= packet.pts:
             raise PacketsDifferError
         self._dts = dts
@@ -143,14 +144,15 @@ class Packets:
         shows = self._shows is None or self._shows(memoryview(packet))
         if not shows and self._listed is not None:
             raise PacketsDifferError  # the index counts hidden frames, too
-        if shows and not packet.is_discard:  # an edit list cuts some off
+        if shows and not packet.is_discard:  # an MP4's edit list may leave frames out of the presentation
+            # After a seek, frames before the key frame are leading pictures of an open GOP, which cannot be decoded.
             insort(self.ahead if packet.pts >= self._floor else self._leading, packet.pts)
         return True
 
     # Frames by time --------------------------------------------------------------------------------------------------
 
     def shown_at(self, time: int) -> int | None:
-        """Return the last frame up to a time, after reading as far as needed to know it."""
+        """Return the pts of the last frame up to a time (ticks), after reading until no earlier frame can follow."""
         while self._dts <= time and (len(self.ahead) - bisect_right(self.ahead, time)) < _MOST_REORDERED:
             if not self._look():
                 break
@@ -158,7 +160,7 @@ class Packets:
         return self.ahead[place - 1] if place else None
 
     def after(self, time: int) -> int | None:
-        """Return the first frame after a time, None if there is none."""
+        """Return the pts of the first frame after a time (ticks), None if there is none."""
         while True:
             place = bisect_right(self.ahead, time)
             next_time = self.ahead[place] if place < len(self.ahead) else None
@@ -184,7 +186,7 @@ class Packets:
             # Landed too late: by the reordering of frames, or by a whole group.
             landed = min(self._landed.pts, self._landed.dts or self._landed.pts) if reached else aim
             aim = min(aim, landed) - 1 - further
-            further = 2 * further + 1
+            further = 2 * further + 1  # by 1, 2, 4, ... ticks more each time, so that few seeks pass long groups
         self.restart()
         shown = self.shown_at(time)
         return self.after(time) if shown is None else shown
@@ -207,7 +209,7 @@ class Packets:
 
     @property
     def count(self) -> int:
-        """Return the number of frames; reads the whole file if its index does not list them all."""
+        """Return the number of frames that are shown; reads the whole file unless its index lists them all."""
         index = self._index()
         return len(self._all_times()) if index is None else int(index[2][-1])
 
@@ -259,7 +261,7 @@ class Packets:
         return [int(times[number]) if number < len(times) else None for number in numbers]
 
     def _number_landed(self, stamps: IntArray, shown: IntArray) -> int:
-        """Return how many frames are shown before the group of frames at which the packets start."""
+        """Return the number (from 0) of the first frame of the group of pictures at which the packets start."""
         return int(shown[np.searchsorted(stamps, self._landed.dts)]) if self._landed is not None else 0
 
     def _index(self) -> tuple[IntArray, Any, IntArray] | None:
@@ -291,13 +293,13 @@ class Packets:
 
 
 def _are_even(stamps: IntArray) -> bool:
-    """Whether all frames last equally long, but for rounding: hidden frames in packets of their own lie in between."""
+    """Whether all frames last equally long, but for rounding. If not, hidden frames may have packets of their own."""
     steps = np.diff(stamps)
     return len(steps) == 0 or int(np.ptp(steps)) <= min(1, int(steps.min()) // 16)
 
 
 def _place(packet: Any) -> tuple[int | None, int]:
-    """Return what identifies a packet within its stream."""
+    """Return byte position and pts of a packet: equal if the same packet is read again after a seek."""
     return packet.pos, packet.pts
 
 

@@ -43,7 +43,7 @@ class WholeReader:
         self._last: Any = None
 
     def _frames(self, stamps: list[int]) -> Iterator[Any]:
-        """Decode from the beginning; append the decoding times of the packets."""
+        """Yield all frames, from the beginning of the file; append the dts of each packet (or its pts) to `stamps`."""
         self._media.rewind()
         stream = self._media.stream("video")
         self._media.only(stream)
@@ -66,6 +66,7 @@ class WholeReader:
     def _all_times(self) -> IntArray:
         stamps: list[int] = []
         shown = [frame.pts for frame in self._frames(stamps)]
+        # Times must rise, or frames could not be told apart by them: the decoder's own, else those of the packets.
         for times in (shown, sorted(stamps)):
             if len(times) == len(shown) and None not in times and all(a < b for a, b in pairwise(times)):
                 return np.array(times, dtype=np.int64)
@@ -88,7 +89,7 @@ class WholeReader:
         return int(self.times[number]) if number < len(self.times) else None
 
     def times_of(self, numbers: Sequence[int], slack: int = 0) -> list[int | None]:
-        """Return when frames are shown, None for those after the last one; never off."""
+        """Return when frames are shown, None for those after the last one; exact, so that `slack` is not used."""
         return [self.time_of(number) for number in numbers]
 
     def frame_at(self, time: int) -> int | None:

@@ -35,7 +35,7 @@ class SequenceTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch
     _encoders: dict[type, SampleEncoder]
 
     def _set_pixels(self, image_processor: Any, path: PixelPath | None, dtype: Any, own: SampleDecoder | None) -> None:
-        """Note how pixels are made, and take the decoder that fits; `own` is that of the package's class."""
+        """Set the native path of pixels, and the decoder of images that fits; `own` is that of the package's class."""
         self._processor = image_processor
         self._path = path
         self._pixels_dtype: PixelDtype = dtype
@@ -54,7 +54,7 @@ class SequenceTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch
         padded: bool,
         ignore: int,
     ) -> None:
-        """Note how long rows are, and what fills them up.
+        """Set the length of rows and the padding.
 
         Args:
             tokenizer: Has the token that fills them up.

@@ -63,7 +63,7 @@ _PLACEHOLDERS = re.compile(rf"\n?({IMAGE}|{VIDEO}|{AUDIO})\n?")
 _SEQUENCE = (list, Sequence)
 _OWN_KEYS = frozenset({"role", "from", "content", "value"})
 _SAYING = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning", "refusal", "audio")
-"""Keys that an assistant can say something with in place of a content."""
+"""Keys of an assistant's turn that may stand in place of its `content`."""
 _FIELDS: Mapping[Kind, Sequence[str]] = {
     "image": ("images", "image", "imgs"),
     "video": ("videos", "video"),
@@ -253,7 +253,7 @@ def split_places(content: str, role: str = "user") -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True)
 class MediaWithOptions:
-    """An image, video or sound, and what its part or entry says of it: a segment, frames a second, a size."""
+    """An image, video or sound, with the options of its part or entry: a segment, frames a second, a size."""
 
     value: Any
     options: MediaOptions
@@ -386,7 +386,7 @@ def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
 
 
 def template_keys(content: Conversation) -> list[str]:
-    """Return what only a template can use of a conversation: keys of its turns, and `tools`."""
+    """Return the names of what only a chat template can use: further keys of turns, and `tools`."""
     names = dict.fromkeys([name for turn in content.turns for name in turn.keys if name not in FLAGS])
     return [*names, *(["tools"] if content.tools else [])]
 

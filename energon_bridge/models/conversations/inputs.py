@@ -115,13 +115,15 @@ def sequence_inputs(batch: Any, *, mrope: bool = False) -> Inputs:
 
 
 def _restarted(positions: Tensor, mask: Tensor) -> Tensor:
-    """Return positions that begin again where padding (0 in the mask) does, and stay below the longest sample's last.
+    """Return positions, (B, S), that restart where padding (0 in the mask) begins, and stay below the longest sample.
 
-    With an attention mask they say nothing of samples, and without one each stretch of padding is a sample of its own.
+    transformers gets no attention mask for packs and reads samples from restarting positions, so each stretch of
+    padding becomes a sample of its own.
     """
     padding = mask == 0
     first = padding & ~torch.nn.functional.pad(padding, (1, 0))[:, :-1]
     places = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    # cummax carries the place of the last padding start to all tokens behind it: the position where theirs began.
     begin = positions.gather(1, torch.where(first, places, 0).cummax(dim=1).values)
     longest = torch.where(padding, 0, positions).max() + 1
     return torch.where(padding, (positions - begin) % longest, positions)
@@ -245,21 +247,22 @@ def _check_positions(batch: Any, inputs: Inputs, *, mrope: bool, known: bool) ->
 
 
 def _with_labels(batch: Any, inputs: Inputs) -> Inputs:
-    """Add the labels, moved to the tokens that they are; the batch has them one place before.
+    """Add labels as transformers takes them: `labels[i]` is token i itself, and the model shifts them.
 
-    Its sequences end before their last token, which is a label only. Rows get it back where it is learned; where a row
-    as long as the batch learns it, all rows get one more place for it (in packs a sample of its own).
+    In the batch, `labels[i]` is token i + 1, and the last token of a sequence is in the labels only. So it is appended
+    to `input_ids` if it is learned; if a row has no padding for it, all rows become a token longer (in packs, that
+    token is a sample of its own).
     """
     learned = torch.where(loss_weights(batch) > 0, batch.labels, IGNORED_LABEL)
-    last = learned[:, -1]
+    last = learned[:, -1]  # (B,): learned in rows that fill the whole length S, so that there is no padding to write to
     if bool((last != IGNORED_LABEL).any()):
         for name in _TOKEN_ARGUMENTS:
             if name in inputs:
                 inputs[name] = pad(inputs[name], (0, 0, 0, 0, 0, 1) if name == "cross_attention_mask" else (0, 1))
         inputs["input_ids"][:, -1] = last.max()  # a token that is learned stands for no image
     inputs["labels"] = torch.full_like(inputs["input_ids"], IGNORED_LABEL)
-    inputs["labels"][:, 1:] = learned[:, : inputs["input_ids"].shape[1] - 1]
-    if "attention_mask" in inputs:  # by which some models choose what they learn
+    inputs["labels"][:, 1:] = learned[:, : inputs["input_ids"].shape[1] - 1]  # the shift to the right by one token
+    if "attention_mask" in inputs:  # some models ignore labels where it is 0, so the appended tokens need a 1
         last_tokens = (inputs["labels"] != IGNORED_LABEL) & (inputs["attention_mask"] == 0)
         inputs["input_ids"] = torch.where(last_tokens, inputs["labels"], inputs["input_ids"])
         inputs["attention_mask"] = inputs["attention_mask"] | last_tokens.to(inputs["attention_mask"])
@@ -274,10 +277,10 @@ def _with_labels(batch: Any, inputs: Inputs) -> Inputs:
 _NOISE = 1e-2
 
 _checked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Models that keep samples apart, and in how many rows they were seen to do so."""
+"""Models that passed `check_packing`, and with how many rows: other rows are tested again."""
 
 _limits: WeakKeyDictionary[Any, PackLimits] = WeakKeyDictionary()
-"""Up to which lengths they do, of the same models without their wrappers."""
+"""The lengths up to which these models keep samples apart, by model without wrappers."""
 
 
 def _check_once(model: Any, batch: Any) -> None:

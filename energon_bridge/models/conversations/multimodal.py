@@ -254,7 +254,11 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
         return visual
 
     def _tokenized(self, pieces: Sequence[Piece], texts: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Return the tokens of each text, as they are in the whole: behind what stands in front of it."""
+        """Return the tokens of each text as they are in the middle of the whole text.
+
+        Tokenizers such as Llama's put a blank before a text that is tokenised alone, but not behind another token. So
+        each text is tokenised with a token in front that ends what comes before it, and that token is cut off.
+        """
         flat = [text for part in texts for text in part]
         *_, whole, line_break, letter = self._around_image
         if whole == line_break + letter:
@@ -293,7 +297,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
         return int(grid.prod(-1).sum()) // int(getattr(self.image_processor, "merge_size", 1)) ** 2
 
     def _mrope(self, tokens: Tensor, grids: Tensor | None) -> Tensor | None:
-        """Return the positions of three axes for models that take images in grids."""
+        """Return M-RoPE positions, int64 (3, n); None for models whose image processor has no grid of patches."""
         merge_size = getattr(self.image_processor, "merge_size", None)
         if merge_size is None or self.image_tokens_per_image is not None:
             return None

@@ -50,11 +50,11 @@ _LIKE_PLACES = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _ALSO_TEXT = re.compile(r"[^<]|<(?:<|fig|(?:img|picture|pic|photo|sound|speech|vid)>)", re.IGNORECASE)
-"""What is a text, as tags of HTML are, where a sample has nothing to put there."""
+"""Spellings that may as well be text, such as tags of HTML: they are, if a sample has no medium for them."""
 
 
 class MediaPlace(NamedTuple):
-    """A place in a text, with line breaks around it; its number, if it has one, as it is written."""
+    """A placeholder in a text, from `start` to before `end` with the line breaks around it, and its number, if any."""
 
     start: int
     end: int

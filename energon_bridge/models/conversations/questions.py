@@ -32,7 +32,7 @@ CONTEXTS = (
     *("document", "documents"),
     *("story", "support", "evidence", "dialogue", "context", "contexts", "hint"),
 )
-"""Columns of texts before a question, in their order."""
+"""Columns with a text that stands before the question, in that order."""
 CHOICES = (
     *("options", "choices", "candidates", "endings", "alternatives", "answer_choices", "answer_options"),
     *("multiple_choices", "possible_answers"),
@@ -128,7 +128,7 @@ class Options:
 
     @property
     def lines(self) -> str:
-        """The lines with all of them."""
+        """The choices as text, a line each."""
         return self.written or "\n".join(f"{a}. {text}" for a, text in zip(self.letters, self.texts, strict=True))
 
 
@@ -154,7 +154,7 @@ def options_of(entry: Mapping[str, Any]) -> Options | None:
 
 
 class _Named(NamedTuple):
-    """Columns by what their names say: contexts in their order, lists of choices, series of them, and unknown ones."""
+    """Columns by kind, judging by name: contexts, lists of choices, series of choices (`option_a`, ...), unknown."""
 
     contexts: tuple[str, ...]
     choices: tuple[str, ...]
@@ -311,7 +311,7 @@ def texts_of(value: Any) -> list[str] | None:
 
 
 def only(value: Any) -> Any:
-    """Return the one thing in a list; anything else as it is."""
+    """Return the entry of a list of length 1; anything else as it is."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
@@ -321,7 +321,7 @@ def _column(entry: Mapping[str, Any], names: Sequence[str], fits: Any) -> str | 
 
 
 def _meanings(value: Any, options: Options) -> dict[AnswersAs, int]:
-    """Return which choice an answer may mean, by how it may be given."""
+    """Return the number of the choice that an answer means, by each way of reading it (letter, index, ...)."""
     text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
     labels = [label.upper() for label in options.labels]
     letters = options.letters
@@ -349,7 +349,7 @@ def _meanings(value: Any, options: Options) -> dict[AnswersAs, int]:
 
 
 def answers_as(entries: Iterable[tuple[Mapping[str, Any], str]]) -> AnswersAs | None:
-    """Return how answers are given in entries with the columns of their answers, if only one way fits all of them.
+    """Return the way in which the answers of entries are given (`AnswersAs`), if only one way fits all of them.
 
     Raises:
         SampleError: One counts from 0, another from 1.
@@ -377,7 +377,7 @@ def answers_as(entries: Iterable[tuple[Mapping[str, Any], str]]) -> AnswersAs | 
 
 
 def chosen(value: Any, options: Options, column: str, given: AnswersAs | None = None) -> int | None:
-    """Return which choice an answer is; None for an answer in words of its own.
+    """Return the number of the choice that an answer names, from 0; None for an answer in words of its own.
 
     Raises:
         SampleError: It may be several of them, or none.
@@ -578,7 +578,7 @@ def unknown_texts(entry: Mapping[str, Any], known: Collection[str], pair: tuple[
 
 
 def not_said(entry: Mapping[str, Any], said: Sequence[Any]) -> list[str]:
-    """Return the columns that are known to belong to a question, and that have a text which is in none of `said`.
+    """Return the columns known to belong to a question whose text is in none of the texts `said` in the turns.
 
     Ids, paths and URLs are no such texts, nor are settings (`options: {"temperature": 0, "stop": ["."]}`).
     """
@@ -626,7 +626,7 @@ def texts_in(value: Any) -> list[str]:
 
 
 def short_text(value: Any) -> str | None:
-    """Return a value that is a text of few words; None for numbers, names of files and the like."""
+    """Return the value if it is a text of few words; None for numbers, names of files and the like."""
     text = value.strip() if isinstance(value, str) and not _is_missing(value) and re.search(r"\w", value) else ""
     return text if text and not _is_name(text) and not _is_long(text) else None
 

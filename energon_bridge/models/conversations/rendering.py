@@ -60,11 +60,11 @@ class TextPiece(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """The text that a template writes for conversations of one shape.
+    """What a template writes around the texts of conversations of one shape (roles and kinds of parts).
 
-    `around` is the text before, between and after the conversation's own texts. `answers` has, for the start and end of
-    each answer, the number of texts before it and its offset in the following piece of `around`. `exact`: it is the
-    text for any texts that are not empty.
+    `around` has the template's text before, between and after the n texts of the conversation: n + 1 entries. `answers`
+    has (start, end) of each answer, each as (number of texts before it, offset in that entry of `around`). `exact`: the
+    template writes any texts, if not empty, unchanged, so that no rendering is needed to know.
     """
 
     around: tuple[str, ...]
@@ -77,7 +77,7 @@ class Outline(NamedTuple):
 
     def spans(self, whole: str, pieces: Sequence[str]) -> list[TextSpan] | None:
         """Return the answers in a rendering of these pieces; None if one begins behind its end."""
-        behind = [0, *accumulate(map(len, pieces))][::2]
+        behind = [0, *accumulate(map(len, pieces))][::2]  # where each entry of `around` begins: every other piece
         spans = []
         for (start_text, start), (end_text, end) in self.answers:
             begin = behind[start_text] + start
@@ -93,10 +93,11 @@ class ChatRenderer:
     """Renders conversations with a tokenizer's chat template.
 
     Args:
-        with_tools: That of conversations with tools.
-        media: The text of an image, video or sound where no template writes it, and its token.
+        plain: The template of conversations without tools.
+        with_tools: The template of conversations with tools.
+        media: By kind, the text for an image, video or sound in texts that no template renders, and its token.
         learn: `all` answers, or the `last`.
-        as_text: Contents are texts for the template, also if it takes parts.
+        as_text: Pass contents to the template as texts, also if it takes lists of parts.
     """
 
     plain: ChatTemplate
@@ -271,7 +272,12 @@ def _is_shaped(content: Conversation, template: ChatTemplate) -> bool:
 def split_at(
     text: str, spans: Sequence[TextSpan], media: Mapping[Kind, tuple[str, str]], marked: bool
 ) -> list[TextPiece]:
-    """Split a text at the borders of learned text, by marks or not, and at the forms of images, videos and sounds."""
+    """Split a text where learned text (`spans`) begins and ends, and around each placeholder of a medium.
+
+    Args:
+        media: By kind, both ways in which a medium is written: in full, and its token alone.
+        marked: Whether the template itself has marked the spans (`{% generation %}`).
+    """
     places: dict[int, tuple[int, Kind | None]] = {}
     for kind, forms in media.items():
         if forms[0] in text or forms[1] in text:

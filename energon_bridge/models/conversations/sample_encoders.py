@@ -64,7 +64,7 @@ def read_sample(
     takes_sound: bool = False,
     control_tokens: re.Pattern[str] | None = None,
 ) -> Conversation | Document:
-    """Return what a sample has to say: by the encoder of its type, else by its turns.
+    """Return the conversation or document of a sample: by the encoder of its type, else by its turns.
 
     Args:
         sample: Of a type that has an encoder, or with turns.

@@ -42,12 +42,12 @@ OPTIONS: Mapping[Medium, frozenset[str]] = {
     "video": frozenset((*_PIXELS, *_FRAMES, *_RANGES, *_BEGINS, *_ENDS, *_LENGTHS)),
     "audio": frozenset((*_RANGES, *_BEGINS, *_ENDS, *_LENGTHS)),
 }
-"""What a part may say of its medium."""
+"""Keys by which a part of a message limits its medium: to a segment, a number of frames, a size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaOptions:
-    """What is said of an image, video or sound: seconds of its segment, how many frames, and their size in pixels."""
+    """Options of an image, video or sound: its segment in seconds, the number of frames, and their size in pixels."""
 
     begin: float = 0.0
     end: float | None = None
@@ -73,7 +73,7 @@ class MediaOptions:
 
 
 def part_options(part: Mapping[str, Any], kind: Medium) -> MediaOptions | None:
-    """Return what a part, or a turn, says of its medium; None if it says nothing. Raises SampleError."""
+    """Return the options in a part or turn for its medium; None without any. Raises SampleError."""
     given = {name: part[name] for name in OPTIONS[kind] if part.get(name) is not None}
     if not given:
         return None

@@ -97,9 +97,9 @@ class Sequencer:
     """A sequence in the making: tokens, and which of them are learned.
 
     Args:
-        longest: The most tokens that are shown to the model; one more is of use, as the label of the last.
-        learned: One byte for each: 1 if it is learned, else 0.
-        cut: Something of the sample was left out.
+        longest: The most input tokens. One more is kept, since the last input token needs the next one as its label.
+        learned: One byte for each token: 1 if it is learned, else 0.
+        cut: Whether a part of the sample did not fit.
     """
 
     longest: int
@@ -109,11 +109,11 @@ class Sequencer:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is of use."""
+        """Whether further tokens would be cut off: `longest` inputs and the last label are there."""
         return len(self.tokens) > self.longest
 
     def has_room(self, count: int) -> bool:
-        """Return whether `count` more tokens can all be shown."""
+        """Return whether `count` more tokens fit among the inputs, as those of an image must."""
         return len(self.tokens) + count <= self.longest
 
     def add(self, tokens: Sequence[int], *, learned: bool) -> None:
@@ -128,7 +128,10 @@ class Sequencer:
 
 
 def finished(sequence: np.ndarray, learned: np.ndarray, ignore: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return tokens, labels and loss mask of int64 tokens, of which some are learned (0 or 1); None if no label is."""
+    """Return inputs, labels and loss mask, each (n - 1,), of n int64 tokens; None if no label is learned.
+
+    `learned` is 0 or 1 for each token. Label i is token i + 1, so that models need no shift.
+    """
     mask = learned[1:].astype(np.float32)
     if not np.count_nonzero(mask):
         return None
@@ -137,22 +140,23 @@ def finished(sequence: np.ndarray, learned: np.ndarray, ignore: int) -> tuple[Te
 
 
 TOKEN_INPUTS = ("cross_attention_mask", "moe_mm_token_type_ids")
-"""Inputs beside the images that have a value per token: of a sample (1, tokens, …), of a batch (B, S, …)."""
+"""Media inputs with an entry per token instead of per image: (1, tokens, …) in a sample, (B, S, …) in a batch."""
 
 
 def join_visual(rows: Sequence[Mapping[str, Tensor]], padded: Sequence[int], *, count: int) -> dict[str, Tensor]:
-    """Join the inputs beside the tokens of samples.
+    """Join the media inputs of samples: pixels and the like end to end, inputs per token where the samples' tokens are.
 
     Args:
-        padded: How many tokens each sample takes.
-        count: The rows of the batch, which these tokens fill.
+        rows: The inputs of each sample.
+        padded: Tokens that each sample takes, padding included.
+        count: Rows of the batch; together they have sum(padded) tokens.
     """
     if any("cross_attention_mask" in row for row in rows):  # then each row looks at images of its own, if only at none
         (shown, *_) = filter(None, rows)
         blank = {name: value.new_zeros(1, *[0] * (value.ndim - 1)) for name, value in shown.items()}
         rows = [row or blank for row in rows]
     visual = concat_visual([{name: row[name] for name in row if name not in TOKEN_INPUTS} for row in rows])
-    if "aspect_ratio_mask" in visual:  # as MLlama's processor does for images that fill up a row
+    if "aspect_ratio_mask" in visual:  # 1 for the first tile, also of padding images: as MLlama's processor does
         visual["aspect_ratio_mask"][..., 0] = 1
     for name in TOKEN_INPUTS:
         given = [row.get(name) for row in rows]
@@ -191,7 +195,7 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: P
 
 
 def with_norm(batch: MultiModalBatch, norm: Tensor | None) -> MultiModalBatch:
-    """Note in a batch how its pixels are normalised, if it has any, and they are bytes."""
+    """Set `pixel_norm` of a batch with pixels to the mean and deviation for them; `norm` is None for float pixels."""
     names = [name for name in batch.visual_inputs if name.startswith("pixel_values")]
     if norm is not None and (names or batch.pixel_values is not None):
         batch.pixel_norm = norm
@@ -199,9 +203,9 @@ def with_norm(batch: MultiModalBatch, norm: Tensor | None) -> MultiModalBatch:
 
 
 def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:
-    """Stack the token types and the positions of three axes of samples or packs, where they have them.
+    """Stack token types, (B, S), and M-RoPE positions, (3, B, S), of samples or packs; None if no row has them.
 
-    Rows without them, as texts may be among samples with images, get those of a text.
+    A row without them among others that have some (a text among images) gets those of a text.
     """
     out: dict[str, Any] = {"mm_token_type_ids": None, "mrope_position_ids": None}
     if any(row.mm_token_type_ids is not None for row in rows):
@@ -216,7 +220,7 @@ def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:
 
 
 def mrope_of(row: Any) -> Tensor:
-    """Return the positions of three axes of a sample, those of a text if it has none."""
+    """Return the M-RoPE positions of a sample, (3, n); without any, those of a text: 0 to n - 1 on each axis."""
     if row.mrope_position_ids is not None:
         positions: Tensor = row.mrope_position_ids
         return positions
@@ -302,12 +306,12 @@ def mrope_positions(types: np.ndarray, grids: Mapping[int, Sequence[Grid]], merg
             height, width = (0, 0) if grid is None else (grid.height // merge_size, grid.width // merge_size)
             if grid is None or not 0 < grid.time * height * width <= count:
                 raise SampleError(f"{count} tokens of type {kind} do not match the grid {grid} merged by {merge_size}")
-            # in float32, as in the models, so that both round alike
+            # In float32, as `get_rope_index` computes them, so that fractional seconds round to the same positions.
             times = (np.arange(grid.time, dtype=np.float32) * np.float32(grid.interval)).astype(np.int64)
             size = grid.time * height * width
             for axis, steps in enumerate((times[:, None, None], np.arange(height)[:, None], np.arange(width))):
                 made[axis, first : first + size].reshape(grid.time, height, width)[:] = steps + position
-            position += max(grid.height, grid.width) // merge_size
+            position += max(grid.height, grid.width) // merge_size  # the next text begins behind the longer side
             first += size
             count -= size
     return torch.from_numpy(made)

@@ -127,7 +127,7 @@ class ChatTemplate:
         return text
 
     def answers(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[TextSpan]]:
-        """Return the rendering, and what is learned of it.
+        """Return the rendering, and the spans of it that are learned.
 
         Args:
             messages: The conversation.
@@ -192,7 +192,7 @@ class ChatTemplate:
         return text, kept
 
     def _marks_before(self, messages: Messages, number: int, tools: Any, text: str, spans: list[TextSpan]) -> int:
-        """Return the number of marks before an answer."""
+        """Return the number of spans that the template marks as learned before an answer."""
         before, marks = self._rendered_marks(messages[:number], tools)
         end = marks[-1].end if marks else 0
         if marks != spans[: len(marks)] or before[:end] != text[:end]:
@@ -219,7 +219,7 @@ class ChatTemplate:
     # Beginnings -------------------------------------------------------------------------------------------------------
 
     def _compared(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[TextSpan]]:
-        """Find answers with two renderings for each: up to its prompt, and up to its end."""
+        """Find each answer by comparing two renderings: up to its prompt, and up to its end. The rest is the answer."""
         whole = self.text(messages, tools)
         answers = self._answers_in(messages)
         spans = []
@@ -384,11 +384,11 @@ def dated(source: str, day: date) -> str:
 
 
 class _ReadError(Exception):
-    """A template looks into a text."""
+    """Raised while a template is watched: it looked into a text, so what it writes depends on the content."""
 
 
 class _Opaque(str):
-    """A text, not empty, that can be joined with others and nothing else."""
+    """Stands for an unknown text that is not empty: it may be joined with others; any other use raises `_ReadError`."""
 
     __slots__ = ()
 
@@ -413,7 +413,7 @@ for _name in vars(str).keys() - vars(_Opaque).keys() - {"__new__", "__getattribu
     setattr(_Opaque, _name, _refused)
 
 _OF_TYPES = frozenset({"defined", "undefined", "none", "string", "number", "mapping", "iterable", "sequence"})
-"""Tests of what a value is, whatever it says."""
+"""Jinja tests that look at the type of a value, not at its content."""
 
 
 def _joined(pieces: Iterable[str]) -> str:
@@ -423,7 +423,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _opaque(value: Any) -> Any:
-    """Return messages with opaque texts."""
+    """Return messages in which each text is an `_Opaque`."""
     if isinstance(value, list):
         return [_opaque(one) for one in value]
     if isinstance(value, Mapping):
@@ -443,7 +443,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or test that takes no opaque text."""
+    """Return a Jinja filter or test that raises `_ReadError` for an `_Opaque` text."""
 
     @wraps(function)
     def checked(*given: Any, **options: Any) -> Any:
@@ -530,7 +530,7 @@ def template_source(tokenizer: Any, template: Any = None, kind: str = "default")
 
 
 def parsed(text: str | bytes, what: str) -> Any:
-    """Return what JSON holds. Raises SampleError."""
+    """Return a JSON text as a value. Raises SampleError."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -553,7 +553,7 @@ def _end_of(text: str) -> str:
 
 @contextmanager
 def _template_errors(*, lines_before: int) -> Iterator[None]:
-    """Turn the errors of a template into ours; so many lines before it are not its own."""
+    """Turn the errors of a template into ours; line numbers in messages do not count `lines_before` before it."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:

@@ -57,7 +57,7 @@ PAIRS = (
     *(("instruction", "outputs"), ("inputs", "outputs"), ("inputs", "targets")),
 )
 BESIDE_PAIRS = ("input", "history", "system", "tools")
-"""What else belongs to a pair, and is no part of its question (`questions` has those)."""
+"""Columns that belong to a pair without being part of its question (`questions` has those)."""
 KNOWN_BESIDE = frozenset(
     (
         *(*BESIDE_PAIRS, "inputs", "system_prompt", "functions", "objects", "files", "kto_tag", "label"),
@@ -82,7 +82,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(_RESULTS, "tool"),
     }
 )
-"""What the names of roles mean."""
+"""The role that each name of a role in data stands for."""
 
 PARTS: Mapping[str, Literal["text"] | Medium] = MappingProxyType(
     {
@@ -92,7 +92,7 @@ PARTS: Mapping[str, Literal["text"] | Medium] = MappingProxyType(
         **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     }
 )
-"""What the types of a message's parts mean."""
+"""The kind of medium, or text, that each `type` of a message's part stands for."""
 
 WEIGHTS = ("weight", "loss", "loss_scale")
 FLAGS: Mapping[str, bool] = MappingProxyType(
@@ -316,7 +316,7 @@ def typed_turns(turns: Sequence[Any]) -> Sequence[Any]:
 
 
 def _turn_kind(turn: Any) -> Literal["text"] | Medium | None:
-    """Return what the value of a turn with a `type` is; None for one without."""
+    """Return the kind of a NeMo turn's value, by its `type`; None for a turn without one."""
     kind = turn.get("type") if isinstance(turn, MAPPING) else None
     if not isinstance(kind, str) or _role_name(turn) is None:
         return None
@@ -564,7 +564,7 @@ def _preferences(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _flag(name: str, value: Any) -> bool | None:
-    """Return a tag as a truth, or as the text of one; None if it is none. Only numbers in `label` may be another."""
+    """Return a tag of preference as a bool; None if it is none, as a number in `label` that means something else."""
     numbers = {} if name == "label" else {"1": True, "0": False}
     return {"true": True, "false": False, **numbers}.get(str(value).strip().lower())
 
@@ -577,13 +577,13 @@ def _flag(name: str, value: Any) -> bool | None:
 
 
 def medium_by_name(name: str) -> Medium | None:
-    """Return what the file of a part is, by its name: `0.jpg`, `videos.0.mp4`, `audios.0.mp4`."""
+    """Return the kind of medium in a part of a sample, by its name: `0.jpg`, `videos.0.mp4`, `audios.0.mp4`."""
     kind = kind_by_name(name)
     return av_medium_by_name(name) if kind == "av" else kind
 
 
 def av_medium_by_name(name: str) -> Medium:
-    """Return what the file of a part is, by its name, if it is a video or sound."""
+    """Return `video` or `audio` for a part of a sample with such a name, else None."""
     first, _, rest = name.lower().partition(".")
     return (
         "audio"
@@ -593,7 +593,7 @@ def av_medium_by_name(name: str) -> Medium:
 
 
 def part_kind(part: Any) -> Literal["text"] | Medium | None:
-    """Return what a part of a message is; None if it is not understood."""
+    """Return the kind of a message's part: text or a medium; None if it is not understood."""
     if isinstance(part, str):
         return "text"
     if not isinstance(part, Mapping):
@@ -610,7 +610,7 @@ def part_text(part: Any) -> str | None:
 
 
 def part_payload(part: Mapping[str, Any], kind: Medium) -> Any:
-    """Return what a part of an image, video or sound has of it; None for a placeholder.
+    """Return the content, path or URL in a part of an image, video or sound; None for a placeholder.
 
     Raises:
         SampleError: It has several, or something that is not understood.
@@ -628,7 +628,7 @@ def part_payload(part: Mapping[str, Any], kind: Medium) -> Any:
 
 
 def unseen_medium(entry: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with an entry without media whose question is about one: a column names it; None: nothing.
+    """Return the complaint about an entry without media that has a column naming one, so asks about it; else None.
 
     A context stands for itself, as the transcript of a video does. Beside turns, ids of videos and sounds are metadata.
     """
@@ -762,7 +762,7 @@ def mismatch(kind: str, places: int, there: int) -> str:
 
 
 def _counted(turns: Sequence[RawTurn]) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Count places without a payload of their own, placeholders in parts of text, and those in the texts of answers."""
+    """Count by kind: parts without a medium of their own, placeholders in texts, and placeholders in answers."""
     places: Counter[str] = Counter()
     literal: Counter[str] = Counter()
     answered: Counter[str] = Counter()
@@ -803,7 +803,7 @@ def own_payload(part: Mapping[str, Any]) -> Any:
 
 
 def _respelled(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> Sequence[RawTurn]:
-    """Return turns with other spellings of places in questions as parts, for media that have no places."""
+    """Return turns in which other spellings of placeholders (`[IMG]`) are parts, for media without a placeholder."""
     media = [kind for kind in MEDIA if there.get(kind)]
     texts = {
         number: text

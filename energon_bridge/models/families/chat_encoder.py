@@ -319,9 +319,11 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         family = self.family
         if sample.plans and family is not None:
             try:
-                videos = [_made(video) for video in sample.videos]
+                videos = [_decoded_video(video) for video in sample.videos]
                 if isinstance(family, ProcessorFamily):
-                    visual = family.processed(sample, images, videos, [_heard(sound) for sound in sample.sounds])
+                    visual = family.processed(
+                        sample, images, videos, [_sound_samples(sound) for sound in sample.sounds]
+                    )
                 else:  # images, then videos; each in order
                     visual = family.process(images, videos, sorted(sample.plans, key=lambda plan: plan.kind))
             except SampleError as error:
@@ -549,7 +551,7 @@ def _at_size(image: Any, family: Any) -> Any:
         return image.value
     factor = _factor(family, image.options)
     width, height = size_of(image.value)
-    rows, columns = _told_size(image.options, (height, width), factor, (4 * factor**2, 16384 * factor**2))
+    rows, columns = _size_by_options(image.options, (height, width), factor, (4 * factor**2, 16384 * factor**2))
     value = image.value.get() if isinstance(image.value, DeferredImage) else image.value
     return as_pil(value, "white").resize((columns, rows))
 
@@ -568,11 +570,13 @@ def _video_at_size(video: VideoFrames, value: Any, family: Any) -> VideoFrames:
     if options.total_pixels is not None:
         most = min(most, options.total_pixels * 2 // count)
     area = (least, max(most, int(least * 1.05)))
-    return replace(video, scaled_to=_told_size(options, (height, width), factor, area))
+    return replace(video, scaled_to=_size_by_options(options, (height, width), factor, area))
 
 
-def _told_size(options: MediaOptions, size: tuple[int, int], factor: int, area: tuple[int, int]) -> tuple[int, int]:
-    """Return height and width by the options of a part; `area` are the bounds that it does not give."""
+def _size_by_options(
+    options: MediaOptions, size: tuple[int, int], factor: int, area: tuple[int, int]
+) -> tuple[int, int]:
+    """Return height and width by the options of a part; `area` has the bounds, in pixels, for those it does not set."""
     if options.resized_height is not None and options.resized_width is not None:
         return smart_resize(options.resized_height, options.resized_width, factor=factor, area=area)
     least = options.min_pixels or area[0]
@@ -633,7 +637,7 @@ def _in_order(plans: Sequence[Plan], videos: Sequence[VideoFrames], sounds: Sequ
     return [sound for sound in heard if sound is not None]
 
 
-def _heard(sound: Any) -> np.ndarray:
+def _sound_samples(sound: Any) -> np.ndarray:
     """Return the samples of a sound, decoded on the engine's threads or here."""
     samples: np.ndarray = (
         sound.decoded() if isinstance(sound, Deferred) else sound.get() if isinstance(sound, Sound) else sound
@@ -641,7 +645,7 @@ def _heard(sound: Any) -> np.ndarray:
     return samples
 
 
-def _made(video: Any) -> Any:
+def _decoded_video(video: Any) -> Any:
     """Return a video for a family: its pixels if they are made, else with its frames decoded."""
     if isinstance(video, Deferred):
         return video.decoded()

@@ -40,7 +40,7 @@ _DROPPED = frozenset(
         *("text_replacement_offsets", "video_metadata"),
     }
 )
-"""What the batch has by itself, or no model takes."""
+"""Results of processors that are not passed on: batches have their own, or no model takes them."""
 _MOST_MERGED = 16
 
 

@@ -19,7 +19,7 @@ from energon_bridge.models.families.video import frames_shape
 from energon_bridge.models.families.vision import Plan, VideoFrames
 
 MediumSize = tuple[int, ...]
-"""Of an image its height and width, of a sound its number of samples."""
+"""Size of a medium: height and width of an image or frame, or the number of samples of a sound."""
 
 ARGUMENTS: Mapping[Kind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 _PARTS: Mapping[Kind, tuple[str, ...]] = {

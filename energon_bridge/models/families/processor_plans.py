@@ -38,7 +38,7 @@ _MOST_PLANS = 1 << 16
 
 @dataclass(kw_only=True, slots=True)
 class Writing:
-    """What a processor writes for media of one kind.
+    """The rule by which the tokens of media of one kind are planned, learned from calls with blank media.
 
     Attributes:
         how: From what the tokens of a medium follow: nothing but its kind (`constant`), a `count` of them, the `grid`
@@ -94,7 +94,7 @@ class ProcessorPlans:
         return frozenset(token for plan in plans if plan is not None for token in plan.token_ids)
 
     def learn(self, kind: Kind) -> None:
-        """Learn what the processor writes for a kind of media, or why it takes none."""
+        """Call the processor with blank media, and keep the rule for its tokens, or the reason why it takes none."""
         calls = self.calls
         if reason := REFUSED_MEDIA.get((calls.name, kind)):
             self.refused[kind] = reason

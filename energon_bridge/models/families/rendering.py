@@ -93,7 +93,7 @@ def document_segments(document: Document, media: Mapping[Kind, tuple[str, str | 
 
 _TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE, "audio": AUDIO_TYPE}
 _Found = tuple[np.ndarray, list[int], np.ndarray]
-"""The tokens of all segments; where those of each begin, and the last end; and whether they are learned (bool)."""
+"""Tokens (n,) of all segments; n_segments + 1 borders between those of each; and whether each is learned, bool (n,)."""
 
 
 class MediumTokens(NamedTuple):
@@ -105,7 +105,7 @@ class MediumTokens(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A token sequence: in three rows, int64, its tokens, whether they are learned, and their types; and its media."""
+    """A token sequence: `rows` is int64 (3, n), of tokens, whether they are learned, and their types; and its media."""
 
     rows: np.ndarray
     media: Sequence[MediumTokens]
@@ -180,7 +180,7 @@ def _mismatch(segments: Sequence[TextPiece], plans: Sequence[Plan]) -> str:
 def _by_offsets(segments: Sequence[TextPiece], texts: Sequence[str], tokenizer: Any) -> _Found:
     text = "".join(texts)
     tokens, starts, ends = tokens_with_places(tokenizer, text)
-    begins = np.maximum.accumulate(starts)
+    begins = np.maximum.accumulate(starts)  # several tokens of one character share its offsets, or come before it
     learned = np.zeros(len(tokens), np.bool_)
     borders = np.fromiter(accumulate(map(len, texts)), np.int64, len(texts))
     cuts = begins.searchsorted(borders)
@@ -228,7 +228,7 @@ def _expanded(found: _Found, planned: Sequence[Plan | None], placeholders: Mappi
     rows = np.zeros((4, len(tokens)), np.int64)
     media = []
     more = 0
-    rows[0], rows[1], rows[3] = tokens, learned, 1
+    rows[0], rows[1], rows[3] = tokens, learned, 1  # row 3: how often each token is repeated
     reserved = sorted(place for token in placeholders.values() for place in (tokens == token).nonzero()[0].tolist())
     for plan, first, end in zip(planned, borders, borders[1:], strict=False):
         if plan is None:

@@ -80,7 +80,7 @@ def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFr
         SampleError: A decoder has no video, or its number of frames is unknown.
     """
     if isinstance(value, MediaWithOptions):
-        return _with_told_frames(value, fps, least, most)
+        return _with_asked_frames(value, fps, least, most)
     if isinstance(value, VideoDecoder):
         return _sampled(value, fps=fps, least=least, most=most)
     video = value if isinstance(value, VideoFrames) else VideoFrames(frames=value)
@@ -89,17 +89,17 @@ def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFr
     return _with_frames(video, most)
 
 
-def _with_told_frames(told: MediaWithOptions, fps: float, least: int, most: int | None) -> VideoFrames:
-    """Return a video with the frames that its options say. Raises SampleError as `video_of` does."""
-    options = told.options
+def _with_asked_frames(video: MediaWithOptions, fps: float, least: int, most: int | None) -> VideoFrames:
+    """Return a video with the frames that the options of its part ask for. Raises SampleError as `video_of` does."""
+    options = video.options
     least = options.nframes or options.min_frames or least
     bounds = [bound for bound in (options.nframes or options.max_frames, most) if bound is not None]
     most = min(bounds, default=None)
-    if isinstance(told.value, VideoDecoder):
-        return _sampled(told.value, fps=options.fps or fps, least=least, most=most, options=options)
+    if isinstance(video.value, VideoDecoder):
+        return _sampled(video.value, fps=options.fps or fps, least=least, most=most, options=options)
     if options.is_segment or options.fps is not None:
         raise SampleError("a segment or fps is given for frames of a video without their file: give a decoder of it")
-    return video_of(told.value, fps=fps, least=least, most=most)
+    return video_of(video.value, fps=fps, least=least, most=most)
 
 
 def thinned(videos: Sequence[VideoFrames], cost: Callable[[VideoFrames], int], most: int) -> list[VideoFrames]:

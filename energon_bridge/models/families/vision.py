@@ -85,7 +85,7 @@ class VideoFrames:
 
 
 class PlanningFamily(Protocol):
-    """What a family says before anything is decoded.
+    """The part of a family that plans tokens, before anything is decoded.
 
     The chat template writes `image_token` or `video_token` once for each image or video (None: not supported); the
     encoder writes `image_text` and `video_text` in texts without a template.

@@ -25,7 +25,7 @@ from energon_bridge.core.encoder.decoder import too_large
 logger = logging.getLogger(__name__)
 
 _ARCHIVES = ("npz", "pth")
-"""What `_bounded` looks into: a few bytes of these can demand any amount of memory."""
+"""Extensions of ZIP archives: a few bytes of these can unpack to any size, so `_bounded` looks first."""
 
 
 def codec_of(extension: str, most: int | None) -> Callable[[bytes], Any]:

@@ -102,7 +102,7 @@ _PILLOW_FORMATS = [
 ]
 
 _MOST_SCRATCH = 1 << 19
-"""Images up to this many bytes are decoded into warm memory, which leaves room in the caches."""
+"""Images of up to this many bytes are decoded into a buffer that stays in the cache."""
 _SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", default=None)
 # libjpeg-turbo's colours of CMYK JPEGs differ from Pillow's.
 _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
@@ -206,7 +206,7 @@ def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: s
 
 
 def is_turned(data: bytes | bytearray | memoryview) -> bool:
-    """Return whether viewers turn an image as its EXIF or XMP says; False if it is none that opens."""
+    """Return whether viewers rotate or mirror an image, by its EXIF or XMP; False for what is no readable image."""
     if bytes(data[:2]) == b"\xff\xd8":
         return jpeg_orientation(data) != 1
     content = bytes(data)
@@ -277,7 +277,7 @@ def _turbo_header(
 
 
 def _most_pixels(form: ImageForm) -> int:
-    """Return how many pixels need no look of Pillow, which warns about or rejects decompression bombs, by its limit."""
+    """Return up to how many pixels Pillow's limit for decompression bombs does not apply, so Pillow is not asked."""
     return min(form.max_pixels, Image.MAX_IMAGE_PIXELS or form.max_pixels)
 
 
@@ -330,12 +330,12 @@ def decode_rows(
 
 
 def _by_scratch(form: ImageForm, size: int) -> bool:
-    """Return whether to decode an image of `size` bytes into warm memory and write it from there."""
+    """Return whether to decode an image of `size` bytes into this thread's buffer, and copy it from there."""
     return form.scaled or (streaming.STREAMS and size <= _MOST_SCRATCH)
 
 
 def _scratch(size: int) -> np.ndarray:
-    """Return this thread's memory for at least that many bytes, warm from its last image."""
+    """Return this thread's buffer of at least `size` bytes, which its last image has left in the cache."""
     memory = _SCRATCH.get()
     if memory is None or memory.size < size:
         memory = np.empty(UNALIGNED + size, dtype=np.uint8)[UNALIGNED:]

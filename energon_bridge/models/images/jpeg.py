@@ -24,10 +24,10 @@ _APP15 = 0xEF
 _COM = 0xFE
 _FRAMES = frozenset((*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)))
 _ENDS = frozenset((0x00, 0x01, *range(0xD0, 0xDA), _SOS))
-"""Markers that have no length, and the one before the first scan."""
+"""Markers without a length after them, and start of scan (SOS), behind which the image data lie."""
 _PARSED = {_APP0: 14, _APP2: 16, _APP14: 14}  # sizes of segments of which Pillow takes the start apart
 ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
-"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
+"""EXIF's tag of orientation, and those of its values that swap width and height."""
 _EXIF = b"Exif\0\0"
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
@@ -36,7 +36,7 @@ _MOST_PIXELS = 178_956_970  # from twice as many on, Pillow refuses to open an i
 
 
 def plain_jpeg(data: bytes) -> ImageMetadata | None:
-    """Return what Pillow says of a JPEG of the usual kind, in a fifth of its time; None if it had better look itself.
+    """Return what Pillow reads in the header of an ordinary JPEG, in a fifth of its time; None if Pillow must read it.
 
     Segments up to the first scan: two bytes of marker, two of length, content.
     """

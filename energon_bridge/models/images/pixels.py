@@ -171,7 +171,10 @@ class PixelPath:
         return pixels if self.crop is None else _cropped(pixels, self.crop, floor=self.profile == "torch")
 
     def _in_tiles(self, pixels: np.ndarray, tiles: Tiles, out: Tensor) -> dict[str, Tensor]:
-        """Return the whole image and its tiles, row by row, as one tensor of five dimensions, and the size."""
+        """Return `pixel_values`, (1, 1 + tiles, 3, side, side), and `image_sizes`: the overview, then tiles row by row.
+
+        As in LLaVA-NeXT's image processor, the overview is scaled from the original, not from the padded image.
+        """
         size = (pixels.shape[0], pixels.shape[1])
         room = best_resolution(size, tiles.resolutions)
         side = tiles.side
@@ -550,7 +553,7 @@ def _smart(factor: int, area: tuple[int, int], size: PixelSize) -> PixelSize:
 
 
 def _shortest(wanted: int, size: PixelSize) -> PixelSize:
-    """Source: `get_resize_output_image_size` of transformers."""
+    """Return the size with the shorter side as wanted. Source: `get_resize_output_image_size` of transformers."""
     height, width = size
     short, long = (width, height) if width <= height else (height, width)
     other = int(wanted * long / short)
@@ -591,7 +594,7 @@ def _values_of(processor: Any, profile: str) -> tuple[np.ndarray, Tensor]:
     std = _three(processor.image_std) if normalises else [1.0] * 3
     norm = torch.tensor([mean, std], dtype=torch.float64) / scale
     if profile == "pillow":
-        # In float64, rounded; then in float32.
+        # numpy rescales bytes in float64, and the processor casts that to float32 before it normalises.
         scaled = (_BYTES.astype(np.float64) * scale).astype(np.float32)
         values = np.stack([scaled] * 3)
         if normalises:
@@ -599,7 +602,7 @@ def _values_of(processor: Any, profile: str) -> tuple[np.ndarray, Tensor]:
         return values, norm.float()
     whole = torch.arange(256, dtype=torch.float32).repeat(3, 1)
     if normalises:
-        # Rescaling is folded into mean and deviation.
+        # As transformers' fast processors do: rescaling is folded into mean and deviation, which rounds differently.
         by = 1.0 / scale if rescales else 1.0
         whole = whole.sub(torch.tensor(mean).mul(by)[:, None]).div(torch.tensor(std).mul(by)[:, None])
     else:

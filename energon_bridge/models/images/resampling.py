@@ -60,12 +60,12 @@ except ImportError:
 else:
     _compiled = _pixels if hasattr(_pixels, "use") else None  # else, built of an older source, which takes other things
 COMPILED = _compiled is not None
-"""Whether the compiled part is there."""
+"""Whether the C extension is built, and fits this source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelLayout:
-    """Memory layout of an image's values: its patches row by row, each channel by channel, and each channel by frame.
+    """Memory layout of an image's values: patches row by row; in a patch, channel by channel; in a channel, by frame.
 
     Attributes:
         patch: Height and width of a patch; None: the whole image is one, which gives (channels, height, width).
@@ -116,13 +116,13 @@ def _by_torch(pixels: np.ndarray, size: tuple[int, int], by: str) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coefficients:
-    """Of which inputs each output along a side is made, and how much of each.
+    """The fixed-point weights by which pixels along one side are made of input pixels.
 
     Attributes:
-        where: First input and number of inputs, int32 of shape (2, outputs).
-        parts: Low bits and rest of each coefficient, or all of it, int16 of shape (1 or 2, outputs, most inputs).
-        bits: Fractional bits of a coefficient.
-        memory: The parts, and behind them pieces of 8 bits, four coefficients of each output at a time.
+        where: For each output, its first input and the number of inputs: int32 of shape (2, outputs).
+        parts: The weights, int16 of shape (1, outputs, most inputs), or split into (low bits, rest) along axis 0.
+        bits: Fractional bits of a weight: its value is the integer / 2^bits.
+        memory: For C: `parts`, then the weights in pieces of 8 bits, four inputs of each output side by side.
     """
 
     where: np.ndarray
@@ -146,7 +146,7 @@ class Coefficients:
 def _resample(
     pixels: np.ndarray, size: tuple[int, int], by: Filter, coefficients_of: Callable[[int, int, Filter], Coefficients]
 ) -> np.ndarray:
-    """Resize along the rows first."""
+    """Resize first the width, then the height. The order matters for bytes: each step rounds."""
     height, width, _ = pixels.shape
     out = np.empty((*size, _CHANNELS), np.uint8)
     scratch = _scratch((height * size[1] + width) * _CHANNELS + _SPARE)
@@ -168,7 +168,10 @@ _TRIED = (((40, 40), (10, 36)), ((303, 3), (20, 2)), ((30, 50), (40, 9)), ((9, 7
 
 @cache
 def order_of_pillow() -> Callable[[tuple[int, int], tuple[int, int]], bool] | None:
-    """Return the order by which the bytes are those of the Pillow that is installed; None: no order, or no C."""
+    """Return when the installed Pillow resizes the height first, found by comparing bytes; None: unknown, or no C.
+
+    The function takes an image's (height, width) and that which it gets.
+    """
     if _compiled is None or not COMPILED:
         return None
     noise = np.random.default_rng(0).integers(0, 2, (303, 50, 3), np.uint8) * np.uint8(255)
@@ -238,7 +241,7 @@ def values_in(memory: np.ndarray, shape: Sequence[int], dtype: torch.dtype) -> t
 
 
 def _scratch(size: int) -> np.ndarray:
-    """Return memory of this thread for at least that many bytes, warm from its last image."""
+    """Return this thread's buffer of at least `size` bytes, which its last image has left in the cache."""
     memory: np.ndarray | None = getattr(_OF_THREAD, "scratch", None)
     if memory is None or memory.size < size:
         memory = _OF_THREAD.scratch = np.empty(size, dtype=np.uint8)
@@ -301,7 +304,7 @@ FILTERS: Mapping[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = Mappin
         "lanczos": (_lanczos, 3.0),
     }
 )
-"""Pillow's filters by their names, each with how far it reaches."""
+"""Pillow's filters by name: the function of the distance, and its support, in output pixels."""
 
 
 @lru_cache(maxsize=1024)  # sides of images repeat, and those that they are scaled to even more
@@ -334,7 +337,7 @@ def torch_coefficients(inputs: int, outputs: int, by: Filter) -> Coefficients:
 def _weights(
     inputs: int, outputs: int, weight: Callable[[np.ndarray], np.ndarray], reach: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Coefficients.where`, and the weights of the inputs of each output, float64, padded with zeros."""
+    """Return `Coefficients.where`, and the weights, float64 (outputs, most inputs), padded with zeros."""
     scale = inputs / outputs
     stretch = max(scale, 1.0)
     support = reach * stretch
@@ -345,7 +348,7 @@ def _weights(
     used = taps < count[:, None]
     weights = np.where(used, weight((taps + first[:, None] - center[:, None] + 0.5) * (1.0 / stretch)), 0.0)
     total = np.zeros(outputs)
-    for tap in taps:  # one after the other, as it is rounded there
+    for tap in taps:  # summed one after the other, as in C: another order rounds differently
         total += weights[:, tap]
     weights = np.divide(weights, total[:, None], out=weights, where=total[:, None] != 0.0)
     return np.stack([first, count]).astype(np.int32), weights

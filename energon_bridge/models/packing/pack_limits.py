@@ -36,30 +36,32 @@ _NO_LENGTHS = re.compile(
 _BY_LARGEST = re.compile("dynamic|longrope")
 """Rotary embeddings that choose the frequencies of all tokens by the largest position."""
 _SHORT = 16
-"""What a length is set to; those up to twice that are left as they are, and what is compared goes beyond them."""
+"""Value given to a length of a copy, so that short samples exceed it; lengths up to 2 * _SHORT stay as they are."""
 _ROWS = (11, 9, 12)
-"""Samples shorter than the length that is tried, in a row that is longer, and not beyond the others."""
+"""Tokens of samples each shorter than _SHORT, in a row longer than it: limits of the whole row show."""
 _SAMPLES = (23, 9)
-"""A sample longer than the length, before a shorter one."""
+"""Tokens of a sample longer than _SHORT, and a shorter one behind it: limits of the longest sample show."""
 _LONG = (150, 260, 90)
-"""Samples of a pack with all lengths short, for what goes by several, or as they are, for what only the code knows."""
+"""Tokens of the samples that are tried with all lengths short (for rules of several lengths), and with none short
+(for lengths that are in a model's code only)."""
 _ON_CPU = ("sdpa", "eager")
 _SMALL_MODEL = 5_000_000
 """Parameters up to which a copy has the model's own sizes."""
 _LARGEST_COPY = 150_000_000
 _SAME = 1e-4
-"""Of the largest value. Rounding differs by 1e-6, the weakest of the rules above (the scale of Llama 4) by 1e-2."""
+"""Largest difference, relative to the largest value, that counts as equal. Rounding makes 1e-6, the weakest real effect
+(the scale of queries in Llama 4) 1e-2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLimits:
-    """Up to which lengths the samples of a pack have the values of each alone; None: any.
+    """The lengths, in tokens, up to which a sample in a pack gives the same outputs as alone; None: any length.
 
     Attributes:
         row: Tokens of a row.
         sample: Tokens of the longest sample of a microbatch.
-        row_by: What in the configuration sets it, as `name=value`.
-        sample_by: The same.
+        row_by: The entry of the model's configuration that sets `row`, as `name=value`.
+        sample_by: The entry that sets `sample`.
     """
 
     row: int | None = None
@@ -69,7 +71,7 @@ class PackLimits:
 
 
 def pack_limits(model: Any, positions: Callable[[Tensor], Tensor]) -> PackLimits:
-    """Return up to which lengths a model's packs are those of each sample alone.
+    """Return the lengths up to which a model gives the samples of a pack the outputs that each has alone.
 
     Args:
         model: A model of transformers, without wrappers.
@@ -112,8 +114,11 @@ def _limits(rows: Mapping[str, int], samples: Mapping[str, int]) -> PackLimits:
 
 
 def _named(name: str, config: Mapping[str, Any]) -> PackLimits:
-    """Return the limits of a model of which no copy can be made: the shortest length that is not a plain window."""
-    # windows go by positions, and so does what stretches them, but for the two kinds that go by the largest
+    """Return the limits of a model that cannot be tried: the shortest length in its configuration that may matter.
+
+    Sliding attention windows and scaled positions do not: they go by a token's own positions, which restart with each
+    sample. `dynamic` and `longrope` (`_BY_LARGEST`) go by the largest position of the row, so these do.
+    """
     plain = ("sliding_window", "max_position", *(() if _BY_LARGEST.search(str(config)) else ("original_max",)))
     kept = {key: value for key, value in _lengths(config).items() if not key.startswith(plain)}
     logger.warning("no small copy of %s can be made to try long packs on: packs go up to the lengths it names", name)

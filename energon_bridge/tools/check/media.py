@@ -80,7 +80,7 @@ Portion = tuple[int, str] | list[_File]
 """A shard with its number in the key index, or some files."""
 
 Results = list[tuple[str, tuple[str, str] | str]]
-"""For each media file its key, and its metadata (type, JSON) or the error."""
+"""Key of each media file, with its metadata as (type, JSON), or the error that reading it raised."""
 
 
 def prepare_media(

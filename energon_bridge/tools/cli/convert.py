@@ -39,7 +39,7 @@ from energon_bridge.tools.cli.prepare_options import (
     task_options,
     workers_option,
 )
-from energon_bridge.tools.convert.conversations import as_told, is_conversation
+from energon_bridge.tools.convert.conversations import by_options, is_conversation
 from energon_bridge.tools.convert.conversion import check_first_files, convert, convert_task, stopped
 from energon_bridge.tools.convert.finish import SKIPPED, Converted
 from energon_bridge.tools.convert.hub import download, is_hub, stream
@@ -180,8 +180,8 @@ def command(
     if opened.left_out:
         click.echo(f"Left out: {', '.join(opened.left_out)}.")
     check_first_files(opened)
-    told = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
-    layout = replace(_layout(opened, sample_type, fields, told, asking=asking), preferred=preferred)
+    of_rows = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
+    layout = replace(_layout(opened, sample_type, fields, of_rows, asking=asking), preferred=preferred)
     check_layout(layout)
     flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
     if opened.kind.startswith(_WITHOUT_TURNS) and (
@@ -247,35 +247,37 @@ def _size(text: str) -> int:
     return size
 
 
-def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], told: Layout, *, asking: bool) -> Layout:
-    """Return the proposal, changed by flags and answers; `told` says what becomes of questions."""
+def _layout(
+    source: Source, sample_type: str | None, fields: tuple[str, ...], of_rows: Layout, *, asking: bool
+) -> Layout:
+    """Return the proposal, changed by flags and answers; `of_rows` has the ignored columns and the question."""
     if source.kind in _KEPT:
         return _chosen_layout(source, source.propose(), sample_type, fields, asking=asking)
     rows = first_rows(source)
     if sample_type is None:
         check_media_meant(rows, "convert without them: --sample-type CrudeSample")
-        kept = [as_told(row, replace(told, question=None, answers_as=None)) for row in rows]
+        kept = [by_options(row, replace(of_rows, question=None, answers_as=None)) for row in rows]
         check_whole(kept, "learn the texts alone: --sample-type TextSample --field text=COLUMN.")
     columns = {name for row in rows for name in (*row.files, *row.values)}
-    for column in (*told.ignored, *template_columns(told.question or "")):
+    for column in (*of_rows.ignored, *template_columns(of_rows.question or "")):
         if column not in columns:
-            flag = "--ignore" if column in told.ignored else "--question"
+            flag = "--ignore" if column in of_rows.ignored else "--question"
             raise ConfigurationError(
                 f"{flag} names {column!r}, but the first rows have no such column; they have "
                 f"{', '.join(sorted(columns))}."
             )
     proposed = source.propose()
-    if told.question is not None:
-        told = replace(told, answers_as=told.answers_as or answers_of(rows))
-    if told.ignored or told.question:
-        proposed = propose_layout([as_told(row, told) for row in rows])
+    if of_rows.question is not None:
+        of_rows = replace(of_rows, answers_as=of_rows.answers_as or answers_of(rows))
+    if of_rows.ignored or of_rows.question:
+        proposed = propose_layout([by_options(row, of_rows) for row in rows])
     layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking)
-    if told.question is not None and not layout.is_crude:
+    if of_rows.question is not None and not layout.is_crude:
         raise ConfigurationError(
             f"--question makes conversations, which a {layout.sample_type} is not: leave out --sample-type."
         )
-    given = told.answers_as or (answers_of(rows) if layout.is_crude else None)
-    layout = replace(layout, ignored=told.ignored, question=told.question, answers_as=given)
+    given = of_rows.answers_as or (answers_of(rows) if layout.is_crude else None)
+    layout = replace(layout, ignored=of_rows.ignored, question=of_rows.question, answers_as=given)
     check_beside(rows, layout, _TOLD)
     return layout
 

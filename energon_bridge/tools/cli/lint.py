@@ -39,7 +39,7 @@ _SURPRISES = {
     "turned": ("an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
     "unopened": ("a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
 }
-"""What lists of keys of a `ShardReport` mean, and what to do."""
+"""The message, with the remedy, for each list of keys in a `ShardReport`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def command(
         _find_duplicates(datasets, problems, workers)
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
     if share is not None:
-        total = sum(_task_share(dataset, share) for dataset in datasets)
+        total = sum(_samples_of_task(dataset, share) for dataset in datasets)
     _report(problems, checked, total, empty, as_json=as_json)
     if problems.bad:
         sys.exit(1)
@@ -206,7 +206,7 @@ def _find_duplicates(datasets: list[PreparedDataset], problems: _Problems, worke
         click.echo(f"{count_of(count, 'duplicate') if count else 'No duplicates'}. {COMPARED}")
 
 
-def _task_share(dataset: PreparedDataset, task: Task) -> int:
+def _samples_of_task(dataset: PreparedDataset, task: Task) -> int:
     """Return the number of samples in the shards of a task that are not excluded."""
     shards = task.of(range(len(dataset.shard_names)))
     names = {dataset.shard_names[shard] for shard in shards}

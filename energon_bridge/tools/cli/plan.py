@@ -163,7 +163,7 @@ def _facts(plan: Forecast) -> Iterator[tuple[str, str]]:
 
 
 def _needs(needs: dict[str, float], ranks: int, engine: str) -> Iterator[tuple[str, str]]:
-    """Say what the workers of all ranks, and of each, need."""
+    """Yield what the workers need, of all ranks together and for each: cores, and bytes per second."""
     if "cores" in needs:
         where = "on the Ray cluster" if engine == "ray" else "beside the trainers"
         yield "cores", f"{needs['cores']:,.1f} for workers {where}, {needs['cores'] / ranks:,.2f} for each rank"

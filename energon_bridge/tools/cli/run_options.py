@@ -73,7 +73,7 @@ run_options = added(
     click.option("--trust-remote-code", is_flag=True, help="Load the sample_loader that comes with a dataset."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
-"""What `open_mix` takes, and `--json`."""
+"""The options that `open_mix` takes, and `--json`."""
 mix_option = click.option(
     "--mix",
     type=click.Path(),

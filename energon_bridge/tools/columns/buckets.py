@@ -355,7 +355,7 @@ class BucketBlend:
 
 
 _NEVER = WeightSchedule.constant(Fraction(0))
-"""Of the leaves in other buckets: one for all, since there are as many of them as buckets times leaves."""
+"""The weight of a leaf in every bucket but its own: one object, since there are buckets times leaves such pairs."""
 
 
 def _constant(schedules: Iterable[WeightSchedule]) -> tuple[tuple[int, LeafWeights]]:

@@ -256,7 +256,7 @@ _REMEDIES = {
     "width": "--image-size",
     "height": "--image-size",
 }
-"""What makes a column, by its name."""
+"""The flag of `energon columns add` that makes a column, by the column's name."""
 
 
 def kept_samples(

@@ -37,7 +37,7 @@ from energon_bridge.tools.convert.rows import LOOKED_AT, Content, Layout, MediaR
 from energon_bridge.tools.convert.splits import named_parts, part_order, split_files
 
 _JUDGED_BY = 20
-"""Rows that say which columns hold media and what the rows are."""
+"""Number of first rows by which columns with media, and the kind of the rows, are recognised."""
 _logger = logging.getLogger(__name__)
 
 SAVED = ("dataset_dict.json", "state.json")
@@ -166,7 +166,7 @@ class ArrowSource:
         )
 
     def propose(self) -> Layout:
-        """Say what the rows seem to be."""
+        """Propose a layout, judging by the first rows."""
         return propose_layout(first_rows(self, _JUDGED_BY))
 
     @cached_property
@@ -261,11 +261,11 @@ def is_saved(store: Store) -> bool:
 
     Others call files `state.json`, too: it is one of the library if it says so, or if arrow files lie beside it.
     """
-    there = [(name, said) for name, said in zip(SAVED, ("splits", "_data_files"), strict=True) if store.exists(name)]
-    for name, said in there:
+    there = [(name, item) for name, item in zip(SAVED, ("splits", "_data_files"), strict=True) if store.exists(name)]
+    for name, item in there:
         with suppress(ValueError):
             content = json.loads(store.read(name))
-            if isinstance(content, dict) and isinstance(content.get(said), list):
+            if isinstance(content, dict) and isinstance(content.get(item), list):
                 return True
     with suppress(StorageError):  # a web server cannot list
         return bool(there) and bool(store.list(".arrow"))
@@ -297,16 +297,16 @@ def saved_names(store: Store) -> list[tuple[str, str]]:
     return files
 
 
-def _saved_list(store: Store, name: str, said: str) -> list[str]:
+def _saved_list(store: Store, name: str, item: str) -> list[str]:
     """Return the names that a file of `save_to_disk` lists; raises SourceError."""
     try:
-        listed = json.loads(store.read(name))[said]
+        listed = json.loads(store.read(name))[item]
         names = [one["filename"] if isinstance(one, dict) else one for one in listed]
         if isinstance(listed, list) and all(isinstance(one, str) for one in names):
             return names
     except (ValueError, TypeError, KeyError, ShardMissingError):
         pass
     raise SourceError(
-        f"{store.url(name)}: has no `{said}` as `save_to_disk` writes them. If another program wrote the file, move it "
+        f"{store.url(name)}: has no `{item}` as `save_to_disk` writes them. If another program wrote the file, move it "
         "away; else save the dataset again."
     )

@@ -348,8 +348,8 @@ def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[st
         raise SourceError(str(error)) from error
 
 
-def as_told(row: Row, layout: Layout) -> Row:
-    """Return a row without the columns to be ignored, its question and answer as turns if the layout says how.
+def by_options(row: Row, layout: Layout) -> Row:
+    """Return a row as the options want it: without ignored columns, question and answer made into turns.
 
     Raises:
         SourceError: They are not understood.
@@ -398,7 +398,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     Raises SkipSample for a question without an answer among questions that have one.
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
-    row = as_told(row, layout)
+    row = by_options(row, layout)
     if layout.sample_type == "MultiChoiceVQASample":
         return with_choice(row, layout)
     try:

@@ -39,7 +39,7 @@ from energon_bridge.tools.convert.finish import (
     is_whole,
     load_record,
 )
-from energon_bridge.tools.convert.options import ConvertOptions, check_options, key_of_options, told_of
+from energon_bridge.tools.convert.options import ConvertOptions, check_options, describe_conversion, key_of_options
 from energon_bridge.tools.convert.rows import Source, contents_of, first_rows
 from energon_bridge.tools.convert.scaling import reencoded
 from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, shards_of_plan
@@ -70,9 +70,9 @@ def convert(
     """
     check_options(options)
     plan = list(shards_of_plan(source, options))
-    told = told_of(source, options)
+    description = describe_conversion(source, options)
     with PartsFolder(Path(out), lock="alone") as parts:
-        _begin(parts, told, overwrite=overwrite)
+        _begin(parts, description, overwrite=overwrite)
         skipped: list[str] = []
         missing: list[str] = []
         reused = 0
@@ -98,7 +98,7 @@ def convert(
         skipped.sort(key=by_number)
         if len(skipped) == len(source):
             raise SourceError(f"{source.where}: all {len(source):,} samples fail; the first: {skipped[0]}")
-        done = finish_dataset(parts, plan, options, told, tuple(skipped), reused)
+        done = finish_dataset(parts, plan, options, description, tuple(skipped), reused)
         return replace(done, left_out=source.left_out)
 
 
@@ -119,16 +119,16 @@ def convert_task(
     check_options(options)
     plan = task.of(list(shards_of_plan(source, options)))
     with PartsFolder(Path(out), lock="shared") as parts:
-        _begin(parts, told_of(source, options), overwrite=False)
+        _begin(parts, describe_conversion(source, options), overwrite=False)
         return sum(1 for _ in _make_shards(parts, source, options, plan, num_workers, progress))
 
 
-def _begin(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
+def _begin(parts: PartsFolder, description: bytes, *, overwrite: bool) -> None:
     """Check that the folder belongs to this conversion, and mark it."""
-    _check_folder(parts, told, overwrite=overwrite)
+    _check_folder(parts, description, overwrite=overwrite)
     path = parts.path / OPTIONS
     with writing(path):
-        partial_path(path).write_bytes(told)
+        partial_path(path).write_bytes(description)
         os.replace(partial_path(path), path)
 
 
@@ -225,7 +225,7 @@ def _says_nothing(data: bytes) -> bool:
     try:
         entry = json.loads(data)
         return isinstance(entry, dict) and has_empty_answer(entry)
-    except (ValueError, SampleError):  # for training to say
+    except (ValueError, SampleError):  # not a fault of the conversion: training reports it when it reads the sample
         return False
 
 
@@ -237,14 +237,14 @@ def stopped(message: object) -> SourceError:
     return SourceError(f"{str(message).removesuffix('.')}. To leave such samples out: --on-error skip.")
 
 
-def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
+def _check_folder(parts: PartsFolder, description: bytes, *, overwrite: bool) -> None:
     """Raise for a folder that holds anything but this conversion, unfinished or finished."""
     root = parts.root
     for path in (parts.path / OPTIONS, root / META_FOLDER / RECORDS / OPTIONS):
         if not path.exists():
             continue
         before = json.loads(path.read_bytes())
-        now = json.loads(told)
+        now = json.loads(description)
         names = sorted({*before, *now} - {"skip_errors"})
         other = [name for name in names if before.get(name) != now.get(name)]
         is_finished = (root / meta_path(INFO_JSON)).exists()

@@ -80,7 +80,7 @@ def finish_dataset(
     parts: PartsFolder,
     plan: Sequence[tuple[str, np.ndarray]],
     options: ConvertOptions,
-    told: bytes,
+    description: bytes,
     skipped: tuple[str, ...],
     reused: int,
 ) -> Converted:
@@ -99,7 +99,7 @@ def finish_dataset(
             load=lambda shard: shards[shard],
             sample_type=type_name(options.layout),
             split_parts=split_parts,
-            extra=_files_beside(records, told, skipped),
+            extra=_files_beside(records, description, skipped),
         )
         if not skipped and store.exists(SKIPPED):
             store.delete(SKIPPED)
@@ -134,9 +134,9 @@ def _split_parts(
     return split_parts
 
 
-def _files_beside(records: Mapping[str, ShardRecord], told: bytes, skipped: Sequence[str]) -> dict[str, bytes]:
+def _files_beside(records: Mapping[str, ShardRecord], description: bytes, skipped: Sequence[str]) -> dict[str, bytes]:
     """Return the files by which another run compares itself with this one, and the list of what was skipped."""
-    files = {meta_path(f"{RECORDS}/{OPTIONS}"): told}
+    files = {meta_path(f"{RECORDS}/{OPTIONS}"): description}
     if skipped:
         lines = "".join(" ".join(message.split()) + "\n" for message in skipped)
         files[SKIPPED] = lines.encode("utf-8", "surrogateescape")

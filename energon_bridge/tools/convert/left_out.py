@@ -14,7 +14,7 @@ from energon_bridge.tools.convert.arrow import SAVED_META, ArrowSource
 from energon_bridge.tools.convert.rows import FileRef, Row, Source, contents_of, first_rows
 
 TEXTS = (".txt", ".caption", ".json")
-"""What captions beside media end in; the first that is there is taken."""
+"""Extensions of captions beside media, in order of preference: the first that exists is taken."""
 _TARS = (".tar", ".tar.idx")
 
 

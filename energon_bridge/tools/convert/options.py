@@ -1,4 +1,4 @@
-"""How a source is converted, and what a shard and a conversion are compared by."""
+"""How a source is converted, and the texts by which a shard or a whole conversion is recognised in a later run."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def key_of_options(options: ConvertOptions) -> bytes:
 
 
 def _plain_layout(layout: Layout) -> list[Any]:
-    told: dict[str, Any] = {"ignored": sorted(layout.ignored)} if layout.ignored else {}
-    told |= {name: value for name in ("question", "answers_as") if (value := getattr(layout, name)) is not None}
-    kept = [*["preferred"] * layout.preferred, *[told] * bool(told)]
+    questions: dict[str, Any] = {"ignored": sorted(layout.ignored)} if layout.ignored else {}
+    questions |= {name: value for name in ("question", "answers_as") if (value := getattr(layout, name)) is not None}
+    kept = [*["preferred"] * layout.preferred, *[questions] * bool(questions)]
     return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *kept]
 
 
@@ -69,8 +69,8 @@ def type_name(layout: Layout) -> str:
     return "CrudeWebdataset" if layout.is_crude else layout.sample_type
 
 
-def told_of(source: Source, options: ConvertOptions) -> bytes:
-    """Return the source and options of a conversion, for comparison with another run."""
+def describe_conversion(source: Source, options: ConvertOptions) -> bytes:
+    """Return the source and options of a conversion as JSON, to compare with those of another run."""
     plain = {
         "source": os.path.abspath(source.where),
         "layout": _plain_layout(options.layout),

@@ -44,7 +44,7 @@ class Group:
 
     @property
     def key(self) -> tuple[str, FileStamp, int, tuple[int, int]]:
-        """What names its rows in caches, which must not keep a store and its connections open."""
+        """The key of its rows in caches: it has no store in it, whose connections a cache would keep open."""
         return self.path, self.stamp, self.group, self.span
 
 

@@ -111,7 +111,7 @@ class TextRef(FileRef):
 
 
 RAW = "bin"
-"""The extension of bytes that nothing says anything about, such as hashes: no field is proposed for them."""
+"""The extension of bytes of unknown kind, such as hashes: no field is proposed for them."""
 
 
 @dataclass(frozen=True, slots=True)

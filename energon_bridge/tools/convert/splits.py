@@ -1,4 +1,4 @@
-"""Which split part the names of files tell, by the rules of the `datasets` library.
+"""The split part of a file, found in its name and folders by the rules of the `datasets` library.
 
 The first of these that any file follows counts for all of them (`load_dataset` does not take the others):
 
@@ -38,9 +38,9 @@ _HELD_OUT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitFiles:
-    """Files with their split parts, in order; `""` if no name tells one: then any part has all of them.
+    """Files with their split parts, in order. The part is `""` if no name has one: then any part has all files.
 
-    `left_out` are those of no part, if others have one.
+    `left_out` are files whose names have no part, though others' have.
     """
 
     files: list[tuple[str, PurePath]]
@@ -52,34 +52,34 @@ def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
     names = sorted(names)
     seen = [name for name in names if not any(part.startswith((".", "__")) for part in name.parts)]
     rules: tuple[Callable[[PurePath], set[str]], ...]
-    rules = (_of_shard, lambda name: folder_splits(name.as_posix()), lambda name: _told(name.name))
-    told = ({name: rule(name) for name in seen} for rule in rules)
-    parts = next(({name: said for name, said in of.items() if said} for of in told if any(of.values())), {})
+    rules = (_of_shard, lambda name: folder_splits(name.as_posix()), lambda name: _splits_in(name.name))
+    by_rule = ({name: rule(name) for name in seen} for rule in rules)
+    parts = next(({name: splits for name, splits in of.items() if splits} for of in by_rule if any(of.values())), {})
     if not parts:
         held_out = [name for name in seen if says_held_out(name)]
         if held_out and len(held_out) < len(seen):
             raise _doubtful(where, held_out[0], "it and the other files are of no split")
         return SplitFiles(files=[("", name) for name in seen], left_out=[name for name in names if name not in seen])
     left_out = [name for name in names if name not in parts]
-    _check_told(parts, [name for name in left_out if name in seen], where)
+    _check_clear(parts, [name for name in left_out if name in seen], where)
     called = named_parts({part for (part,) in parts.values()})
     files = [(called[part], name) for name, (part,) in parts.items()]
     return SplitFiles(files=sorted(files, key=lambda item: (*part_order(item[0]), item[1])), left_out=left_out)
 
 
-def _check_told(parts: Mapping[PurePath, set[str]], others: Sequence[PurePath], where: str) -> None:
+def _check_clear(parts: Mapping[PurePath, set[str]], others: Sequence[PurePath], where: str) -> None:
     """Raise SourceError for a file of two splits, or one that seems to be held out but would be learned or left out."""
-    for name, said in parts.items():
-        if len(said) > 1:
-            raise _doubtful(where, name, f"its path tells the splits {' and '.join(sorted(said))}")
-        if says_held_out(name) and not any(map(says_held_out, said)):
-            raise _doubtful(where, name, f"it would be of the split {', '.join(said)}")
+    for name, splits in parts.items():
+        if len(splits) > 1:
+            raise _doubtful(where, name, f"its path tells the splits {' and '.join(sorted(splits))}")
+        if says_held_out(name) and not any(map(says_held_out, splits)):
+            raise _doubtful(where, name, f"it would be of the split {', '.join(splits)}")
     if held_out := next((name for name in others if says_held_out(name)), None):
         raise _doubtful(where, held_out, "it is not taken, because other names tell the split in another way")
 
 
 def part_order(part: str) -> tuple[int, str]:
-    """Return what sorts split parts: train, val, test, then others by name."""
+    """Return the sort key of a split part: train, val, test, then others by name."""
     return (SPLIT_ORDER.index(part) if part in SPLIT_ORDER else len(SPLIT_ORDER)), part
 
 
@@ -92,14 +92,14 @@ def named_parts(names: Iterable[str]) -> dict[str, str]:
 
 def folder_splits(name: str) -> set[str]:
     """Return the split parts that the folders on the way to a file tell."""
-    return {part for folder in name.split("/")[:-1] for part in _told(folder)}
+    return {part for folder in name.split("/")[:-1] for part in _splits_in(folder)}
 
 
 def folder_split(name: str) -> tuple[str, int] | None:
-    """Return the split part that the first folder on the way to a file tells, and how many lead to what is in it."""
+    """Return the split part in the name of the first such folder above a file, and that folder's depth (1: the top)."""
     for depth, folder in enumerate(name.split("/")[:-1], start=1):
-        if said := _told(folder):
-            return min(said, key=SPLIT_ORDER.index), depth
+        if splits := _splits_in(folder):
+            return min(splits, key=SPLIT_ORDER.index), depth
     return None
 
 
@@ -135,7 +135,7 @@ def _of_shard(name: PurePath) -> set[str]:
     return {found[1]} if found and name.parts[:-1] == ("data",) else set()
 
 
-def _told(word: str) -> set[str]:
+def _splits_in(word: str) -> set[str]:
     return {SPLIT_NAMES[found[1]] for found in _WORD.finditer(word)}
 
 

@@ -59,7 +59,7 @@ from energon_bridge.tools.convert.arrow import (
     saved_files,
     saved_names,
 )
-from energon_bridge.tools.convert.conversations import as_told
+from energon_bridge.tools.convert.conversations import by_options
 from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant, check_whole
 from energon_bridge.tools.convert.row_groups import (
     TAIL_BYTES,
@@ -198,9 +198,9 @@ def open_tables(
     check_layout(layout)
     columns = _column_names(groups)
     wanted = _wanted_columns(layout, columns, _labelled(next(filter(None, groups))), here)
-    said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
-    told = [layout.answers_as] * (layout.answers_as is not None)
-    content = json.dumps([_VERSION, "table", names, counts, sizes, [*said, *told]], separators=(",", ":"))
+    chosen = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
+    questions = [layout.answers_as] * (layout.answers_as is not None)
+    content = json.dumps([_VERSION, "table", names, counts, sizes, [*chosen, *questions]], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
     release_tables()  # that were looked at
     return TableDataset(
@@ -390,7 +390,7 @@ class TableRows:
             with located(where):
                 values = {name: read(scalar) for name, scalar, read in scalars}
             row = row_of(values, where, self._media, dataset.media_columns, group.labels)
-            sample = lay_out(as_told(row, dataset.layout), dataset.layout, number)
+            sample = lay_out(by_options(row, dataset.layout), dataset.layout, number)
             parts, fields = sample.read()
         except SourceError as error:
             return error

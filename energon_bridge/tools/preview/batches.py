@@ -26,7 +26,7 @@ from energon_bridge.tools.preview.sample_source import DrawnSample
 logger = logging.getLogger(__name__)
 
 _WORDS = ("▁", "Ġ")
-"""How tokenizers mark the space before a word."""
+"""Characters that stand for the space before a word in the vocabularies of tokenizers."""
 
 
 @dataclass(frozen=True, slots=True)

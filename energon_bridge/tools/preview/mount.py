@@ -193,7 +193,7 @@ def _operations(tree: DatasetTree, mfusepy: Any) -> Any:
         return error
 
     class Files(mfusepy.Operations):
-        """What the kernel asks."""
+        """The file operations that the kernel asks for, by FUSE's names."""
 
         use_ns = True
         mounted = False

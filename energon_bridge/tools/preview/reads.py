@@ -52,7 +52,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reads:
-    """Which samples are read when.
+    """The reads of a run: which samples, in which step, on which rank.
 
     Attributes:
         bands: The datasets, one after the other.

@@ -69,7 +69,7 @@ class RunReport(Callback):
         self._recorder.start(training_loader(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the learning rate: at the end of a step it is already that of the next one."""
+        """Remember the learning rate: at the end of the step, the scheduler has already set that of the next one."""
         self._rate = _rate(trainer)
 
     def on_train_batch_end(

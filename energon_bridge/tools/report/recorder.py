@@ -31,13 +31,13 @@ from energon_bridge.core.stream.state import COUNTERS
 MOST_POINTS = 1000
 """Points of a curve; beyond them, neighbours become one."""
 MOST_LOOKS = 200
-"""Looks at how much of each dataset was drawn; beyond them, every second one is forgotten."""
+"""Most points in the curves of draws per dataset; when there are more, every second one is dropped."""
 MOST_SLOW = 20
 """Microbatches that are named as the slowest ones, and as those with the highest losses."""
 USUAL = 20
-"""A loss is high beside the median of so many before it: by itself, the first steps of a run have the highest."""
+"""A loss is called high relative to the median of this many before it: the first steps have the highest ones."""
 BALANCE = ("step_before", "step", "round_before", "round")
-"""What is shown of balance, as `BalancedLoader.metrics` names it; and `cost`, that of the rank itself."""
+"""The figures of balance on the page, by their names in `BalancedLoader.metrics`; and `cost`, that of this rank."""
 _MOST_KEYS = 8
 _MOST_KEY = 200
 _LOSSES_AT_ONCE = 100
@@ -45,7 +45,7 @@ _LOSSES_AT_ONCE = 100
 
 
 HighLoss = tuple[float, float, int, int, list[str], int, list[SampleKey]]
-"""What `RunRecorder.highest` has of a microbatch."""
+"""The entry of a microbatch in `RunRecorder.highest`."""
 
 
 class Curve:
@@ -106,7 +106,7 @@ class DrawCounts:
         self.every = every
 
     def look(self, loader: Any, step: int) -> None:
-        """Note the draws after a step, if it is one to look at; the loader is the one inside an `EnergonDataloader`."""
+        """Record the draws of each dataset after every `every`-th step; `loader` is that inside `EnergonDataloader`."""
         counters = getattr(loader, "counters", None)
         if step % self.every or counters is None:
             return

@@ -144,6 +144,8 @@ def _mean(costs: Integers, ranks: int) -> int:
 
 def _differenced(costs: Integers, rounds: Integers) -> Integers:
     """Assign the microbatches of each round, shape (rounds, ranks), to ranks, without changing the rounds."""
+    # Largest differencing first (Karmarkar and Karp): of the two partial divisions with the largest gap between ranks,
+    # the costly ranks of one are joined to the cheap ones of the other, so that the gaps cancel.
     divisions = []
     for number, row in enumerate(rounds):
         sums = costs[row]
@@ -231,12 +233,15 @@ def _longest_first(costs: Integers, order: Integers, ranks: int) -> Integers:
 
 
 def _sorted(costs: Integers, assignment: Integers) -> Integers:
-    """Order each rank's microbatches by cost, largest first: no order has a smaller sum of the rounds' largest."""
+    """Order each rank's microbatches by cost, largest first: no other order has a smaller sum of rounds' maxima."""
     return np.take_along_axis(assignment, np.argsort(-costs[assignment], axis=0, kind="stable"), axis=0)
 
 
 def _relabelled(assignment: Integers) -> Integers:
-    """Permute whole ranks, which changes no cost, so that many microbatches stay where they were loaded."""
+    """Permute the columns (ranks), which changes no cost, so that many microbatches stay on the rank that loaded them.
+
+    Greedy: the pair of column and rank with the most microbatches in common first.
+    """
     ranks = assignment.shape[1]
     loaders = assignment % ranks
     shared = np.bincount((np.arange(ranks) * ranks + loaders).ravel(), minlength=ranks * ranks)

@@ -48,7 +48,7 @@ _AT_CLOSE = 5.0
 
 
 @dataclass(kw_only=True, slots=True)
-class _Share:
+class _LoadedPart:
     """The microbatches of a global batch that this rank has loaded."""
 
     number: int
@@ -115,7 +115,7 @@ class BalancedLoader:
         self._stream: Iterator[Any] | None = None
         self._ready: deque[Any] = deque()
         self._exchange: _Exchange | None = None
-        self._share = _Share(number=0)
+        self._part = _LoadedPart(number=0)
         self._state: Callable[[], State] = loader.snapshot()
         self._state_after = self._state
         self._moved()
@@ -179,22 +179,22 @@ class BalancedLoader:
         """Return what this rank runs of the next global batch; after an error all ranks begin it again."""
         self._load(self._rounds)
         assert self._exchange is not None
-        share = self._share
+        part = self._part
         try:
             batches = self._exchange.outcome()  # if interrupted here, the next call waits again
         except Exception:
             self._drop()
             self.loader.restore_state_rank(self._state())
             raise
-        assert share.state is not None
+        assert part.state is not None
         self._exchange = None
-        self._state_after = share.state
-        self._share = _Share(number=share.number + 1)
+        self._state_after = part.state
+        self._part = _LoadedPart(number=part.number + 1)
         return batches
 
     def _load(self, count: int) -> None:
         """Load microbatches of the next global batch, and start the exchange when it is complete; raises nothing."""
-        share = self._share
+        part = self._part
         for _ in range(count):
             if self._exchange is not None:
                 return
@@ -202,15 +202,15 @@ class BalancedLoader:
                 if self._stream is None:
                     self._stream = iter(self.loader)
                 batch = next(self._stream)
-                share.costs.append(self._cost_of(batch))
-                share.batches.append(batch)
-                if len(share.batches) == self._rounds:
-                    share.state = self.loader.snapshot()
+                part.costs.append(self._cost_of(batch))
+                part.batches.append(batch)
+                if len(part.batches) == self._rounds:
+                    part.state = self.loader.snapshot()
             except Exception as error:
                 # Other ranks wait for this one, and batches loaded earlier can still be trained on.
-                share.error = error
-            if share.error is not None or share.state is not None:
-                self._exchange = _Exchange(lambda: self._exchanged(share))
+                part.error = error
+            if part.error is not None or part.state is not None:
+                self._exchange = _Exchange(lambda: self._exchanged(part))
 
     def _cost_of(self, batch: Any) -> float:
         cost = float(self._cost(batch))
@@ -220,12 +220,12 @@ class BalancedLoader:
 
     # Exchanging, in a thread -----------------------------------------------------------------------------------------
 
-    def _exchanged(self, share: _Share) -> list[Any]:
+    def _exchanged(self, part: _LoadedPart) -> list[Any]:
         """Return the microbatches of a global batch that this rank runs, in order."""
         peers = self._peers
-        costs = [0.0] * self._rounds if share.error is not None else share.costs
-        table = peers.gather([share.error is not None, share.number, *costs])
-        self._raise_failures(share.error, table[:, 0], share.number)
+        costs = [0.0] * self._rounds if part.error is not None else part.costs
+        table = peers.gather([part.error is not None, part.number, *costs])
+        self._raise_failures(part.error, table[:, 0], part.number)
         if len(numbers := sorted(set(table[:, 1].astype(int).tolist()))) > 1:
             raise StepMismatchError(
                 f"the data-parallel ranks are at different global batches ({', '.join(map(str, numbers))}): restore "
@@ -240,12 +240,12 @@ class BalancedLoader:
             for target, number in enumerate(row)
             if number % peers.size != target
         ]
-        own = {number * peers.size + peers.rank: batch for number, batch in enumerate(share.batches)}
-        own |= self._sent_and_received(share, moves, own) if moves else {}
+        own = {number * peers.size + peers.rank: batch for number, batch in enumerate(part.batches)}
+        own |= self._sent_and_received(part, moves, own) if moves else {}
         self._measured(figures, float(all_costs[runs[:, peers.rank]].sum()))
         return [own[number] for number in runs[:, peers.rank].tolist()]
 
-    def _sent_and_received(self, share: _Share, moves: Sequence[Move], own: Mapping[int, Any]) -> dict[int, Any]:
+    def _sent_and_received(self, part: _LoadedPart, moves: Sequence[Move], own: Mapping[int, Any]) -> dict[int, Any]:
         peers = self._peers
         parcels: dict[int, Tensor] = {}
         error = None
@@ -255,7 +255,7 @@ class BalancedLoader:
             error = failure
         sizes = [len(parcels.get(number * peers.size + peers.rank, ())) for number in range(self._rounds)]
         table = peers.gather([error is not None, *sizes])
-        self._raise_failures(error, table[:, 0], share.number)
+        self._raise_failures(error, table[:, 0], part.number)
         received = peers.exchange(moves, parcels, table[:, 1:].T.ravel())
         return pin_value(received) if self.loader.pins else received
 
@@ -387,7 +387,7 @@ class BalancedLoader:
         self._exchange = None
         self._stream = None
         self._ready.clear()
-        self._share = _Share(number=self._share.number)
+        self._part = _LoadedPart(number=self._part.number)
 
     def _moved(self) -> None:
         """Begin at the loader's position."""
@@ -395,7 +395,7 @@ class BalancedLoader:
         if not self.ownership.even:  # a state may bring another number of lanes
             raise ConfigurationError(_uneven(self.ownership))
         self._state = self._state_after = self.loader.snapshot()
-        self._share = _Share(number=self.loader.microbatches // (self._rounds * self._peers.size))
+        self._part = _LoadedPart(number=self.loader.microbatches // (self._rounds * self._peers.size))
 
     def _check_place(self, microbatches: int) -> None:
         """Raise unless the position is the beginning of a global batch."""

@@ -160,7 +160,7 @@ def data_parallel_group(pg_collection: Any = None) -> Any:
         DataParallelError: The collection has such peers, but no group of all ranks with microbatches of their own.
     """
     parallel_state = _parallel_state()
-    # There, the default has the peers too.
+    # megatron-core's own default group includes the gtp_remat peers: they read data of their own.
     known = None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
     replicas, with_peers = (_group(pg_collection, name) for name in ("dp", "dp_gtp_remat"))
     if replicas is None:

@@ -231,7 +231,7 @@ class BroadcastLoader:
         }
 
     def _change(self, work: Callable[[], None]) -> None:
-        """Change the source's loader, and tell every rank its new facts."""
+        """Run `work` on the source, which changes its loader, and send every rank what it must know of the loader."""
 
         def changed() -> DocumentState:
             work()

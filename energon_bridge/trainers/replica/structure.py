@@ -29,7 +29,7 @@ from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.core.samples import META_FIELDS, field_names
 
 PlainNode = Any
-"""What JSON can hold."""
+"""A value that JSON can store."""
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -345,7 +345,7 @@ def _real_samples(batch: MultiModalBatch) -> int:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Take over SIGTERM; the event is set when it arrives."""
+    """Handle SIGTERM inside the block: yield an event that is set when the signal arrives."""
     asked = threading.Event()
     earlier = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     try:

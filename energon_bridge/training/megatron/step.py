@@ -230,7 +230,7 @@ def _run(
         data_iterator=iter(inputs),
         model=[training.model],
         num_microbatches=count,
-        # Stages send each other the real shapes (variable_seq_lengths).
+        # Only an upper bound: with `variable_seq_lengths`, stages send each other the real shapes first.
         seq_length=longest,
         micro_batch_size=training.config.data.micro_batch_size,
         **kwargs,
