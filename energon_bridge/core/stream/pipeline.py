@@ -230,8 +230,8 @@ class Pipeline:
         worker = self.settings.worker
         logger.warning(
             "rank %d%s: %s has the shape %s, others in its batch %s: padded to it, %d rows take %s bytes. Make images "
-            "of one size (image_target of the decoder, or resize in encode_sample), batch those of like sizes (group_by), "
-            "or leave such samples out by a filter on a column of their size. Later batches like this are not named",
+            "of one size (image_target of the decoder, or resize in encode_sample), batch those of like sizes "
+            "(group_by), or leave such samples out by a filter on a column of their size. Later ones are not named",
             self.settings.config.dp_rank,
             "" if worker is None else f", worker {worker.number}",
             *(where, padded.shape, padded.usual, padded.rows, f"{padded.size:,}"),
