@@ -544,6 +544,30 @@ def test_commands_read_from_a_web_server(server: ObjectServer) -> None:
     assert places[0] == places[1] != []
 
 
+def test_which_names_keys_in_a_store_or_says_why_not(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    keyed_dataset(server.folder / "texts", train=shards([f"{number:04d}" for number in range(30)], 12, 18))
+    url = f"{server.url}/texts"
+    asked = ["--step", "3", "--batch-size", "2", "--json"]
+
+    def rows(source: str) -> list[tuple[str, str | None]]:
+        result = CliRunner().invoke(main, ["which", source, *asked])
+        assert result.exit_code == 0, result.output
+        batches = json.loads(result.output)["microbatches"]
+        return [(sample["shard"], sample["key"]) for batch in batches for sample in batch["samples"]]
+
+    local = rows(str(server.folder / "texts"))
+    assert rows(url) == local
+    assert all(key for _, key in local)
+    monkeypatch.setattr("energon_bridge.tools.forecast.samples._MOST_COPIED", 1000)
+    assert rows(url) == [(shard, None) for shard, _ in local]
+    output = CliRunner().invoke(main, ["which", url, *asked[:-1]]).output
+    assert f"Without keys: the key index of {url} is not copied here for its " in output
+    monkeypatch.undo()
+    (server.folder / "texts/.nv-meta/index.sqlite").unlink()
+    output = CliRunner().invoke(main, ["which", url, *asked[:-1]]).output
+    assert f"Without keys: {url} has no key index: `energon prepare --tar-index-only {url}` writes one" in output
+
+
 def test_local_metrics_name_no_requests(tmp_path: Path) -> None:
     (loader,) = loaders_of(train_dataset(tmp_path / plain(tmp_path)), 1, 0, kind=SavableDataLoader)
     next(iter(loader))

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
 from typing import Any, Protocol
@@ -28,6 +29,9 @@ from energon_bridge.core.samples import streaming
 
 _LARGE_ROW = 4096
 """Bytes of a row from which a separate copy per row pays off."""
+_MUCH_PADDING = 128 << 20
+"""Bytes of padding in a batch from which a warning pays off, if one row is that much larger than the median row:"""
+_FAR_ABOVE = 8
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     dtype: torch.empty(0, dtype=dtype).numpy().dtype
     for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
@@ -99,6 +103,7 @@ def batch_pad_stack(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in batch), strict=True)]
     order = _memory_order(first)
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in batch))
+    _note_padded(batch, len(batch) * math.prod(largest), dtype)
     memory = _zeros([len(batch), *(largest[dim] for dim in order)], dtype, first.device)
     stacked = memory.permute(_undo(order))
     for row, tensor in zip(stacked, batch, strict=True):
@@ -131,12 +136,28 @@ def concat_pad(batch: Sequence[torch.Tensor]) -> torch.Tensor:
         return _cat(batch)
     largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in batch), strict=True)]
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in batch))
+    _note_padded(batch, sum(map(len, batch)) * math.prod(largest), dtype)
     joined = _zeros([sum(map(len, batch)), *largest], dtype, first.device)
     start = 0
     for tensor in batch:
         joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
         start += len(tensor)
     return joined
+
+
+def _note_padded(rows: Sequence[torch.Tensor], numbers: int, dtype: torch.dtype) -> None:
+    """Note for the engine, while it collates, that much memory is padding, because of one row far above the others."""
+    slabs = SLABS.get()
+    size = numbers * dtype.itemsize
+    if slabs is None or size < _MUCH_PADDING:
+        return
+    sizes = [row.numel() for row in rows]
+    largest = max(sizes)
+    usual = sorted(sizes)[(len(sizes) - 1) // 2]
+    if largest >= _FAR_ABOVE * usual and size - sum(sizes) * dtype.itemsize >= _MUCH_PADDING:
+        shapes = [tuple(row.shape) for row in rows]
+        row = sizes.index(largest)
+        slabs.padded = Padded(row=row, rows=len(rows), shape=shapes[row], usual=shapes[sizes.index(usual)], size=size)
 
 
 def _adopted(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -296,15 +317,28 @@ def lent(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     return np.empty(shape, dtype) if base is None else type(base)(tuple(shape), dtype, base)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padded:
+    """A row that others of a batch, `rows` in all, are padded to: its number, shapes, and the bytes of the batch."""
+
+    row: int
+    rows: int
+    shape: tuple[int, ...]
+    usual: tuple[int, ...]
+    size: int
+
+
 class SlabPool:
     """The slabs of one process.
 
     Attributes:
         lender: Where their memory comes from; None, or if it has no room: the process's own.
+        padded: What made a batch large, noted while it is stacked; whoever speaks of it sets it.
     """
 
     def __init__(self) -> None:
         self.lender: Lender | None = None
+        self.padded: Padded | None = None
         self._lock = threading.Lock()
         self._used: dict[int, weakref.ref[Block]] = {}  # by address
         self._gone: deque[tuple[int, np.ndarray]] = deque()  # freed, not yet in `_free`: address and memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from energon_bridge.core.encoder.hooks import BATCH, NUMBER, UNKNOWN, Hook
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.samples import Batch, Sample
 from energon_bridge.core.samples.sample import SentSources
-from energon_bridge.core.samples.stacking import Stacking
+from energon_bridge.core.samples.stacking import Padded, Stacking
 from energon_bridge.core.storage.store import MADE, values_of
 from energon_bridge.core.stream.budget import Budget
 from energon_bridge.core.stream.conventions import attach
@@ -30,6 +31,10 @@ from energon_bridge.core.stream.state import COUNTERS, Counts
 from energon_bridge.core.stream.user_code import AS_IT_IS, BegunDraw, OwnHooks, PendingSample, UserCode, running_hooks
 from energon_bridge.core.stream.values import BANNED, FailedSample, has_code
 from energon_bridge.core.stream.watchdog import Activities, Watchdog
+
+logger = logging.getLogger(__name__)
+
+_has_said_padded = False
 
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
 
@@ -188,11 +193,15 @@ class Pipeline:
             ref = (leaves[0], index, epoch, output)
             whole = self._shown(lane, number)
             start = time.perf_counter()
+            slabs = self.loading.slab_pool
+            slabs.padded = None
             try:
                 with self.stacking(lends=True):
                     made = self.code.collate(samples, ref, counts, lambda: members_of_rows(leaves, keys), number=whole)
             finally:
                 self._batch_seconds += time.perf_counter() - start
+                if slabs.padded is not None:
+                    self._say_padded(slabs.padded, keys, leaves)
             if made is None:
                 return None
             batches = [self.conventions.delivered(batch) for batch in made]
@@ -208,6 +217,25 @@ class Pipeline:
             if type(sources) is tuple:
                 attach(batch, "__sources__", SentSources(sources))
         return batches
+
+    def _say_padded(self, padded: Padded, keys: Sequence[PlainKey], leaves: Sequence[int]) -> None:
+        """Warn once of a batch that is mostly padding, because of one row."""
+        global _has_said_padded
+        if _has_said_padded:
+            return
+        _has_said_padded = True
+        where = self.paths
+        if padded.rows == len(keys) == len(leaves):  # else rows are packs, or parts of samples
+            where = self.source(leaves[padded.row]).where(samples_of(keys[padded.row])[0][1])
+        worker = self.settings.worker
+        logger.warning(
+            "rank %d%s: %s has the shape %s, others in its batch %s: padded to it, %d rows take %s bytes. Make images "
+            "of one size (image_target of the decoder, or resize in encode_sample), batch those of like sizes "
+            "(group_by), or leave such samples out by a filter on a column of their size. Later ones are not named",
+            self.settings.config.dp_rank,
+            "" if worker is None else f", worker {worker.number}",
+            *(where, padded.shape, padded.usual, padded.rows, f"{padded.size:,}"),
+        )
 
     def begin(self, lane: int, number: int) -> None:
         """Set the microbatch that hooks see, by its number in its lane (lane -1: in its pass)."""

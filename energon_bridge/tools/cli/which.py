@@ -18,7 +18,7 @@ from energon_bridge.tools.cli.run_options import mix_option, open_run, run_optio
 
 if TYPE_CHECKING:
     from energon_bridge.tools.forecast.planned_run import Run
-    from energon_bridge.tools.forecast.samples import NamedMicrobatch
+    from energon_bridge.tools.forecast.samples import KeyNames, NamedMicrobatch
 
 _AT_A_TIME = 10_000
 """Rows written to a file at once."""
@@ -63,19 +63,26 @@ def command(
     optimizer, counted from the beginning of the run, on one number of ranks: with gradient accumulation, give
     --global-batch-size. A microbatch is counted over all ranks.
     """
+    from energon_bridge.tools.forecast.samples import KeyNames
+
     source += checkpoint
     _check_options(source, step, until, microbatch, out)
     run, notes = open_run(source, options, by_step=microbatch is None)
     if microbatch is None and rank is not None and rank >= run.world_size:
         raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {run.world_size}")
     steps: Sequence[int] = range(step or 0, until) if until is not None else [step or 0]
-    named = _named(run, steps, microbatch, rank)
+    with KeyNames() as keys:
+        named = _named(run, steps, microbatch, rank, keys)
+        rows = 0
+        if out is not None:
+            flat = ({"step": number} | values for number, one in named for values in _flat(_plain(one, row)))
+            rows = _write(out, flat)
+        chosen = list(named)  # nothing is left of what was written
+        notes += [f"Without keys: {why}" for why in keys.unknown.values()]
     if out is not None:
-        rows = _write(out, ({"step": number} | values for number, one in named for values in _flat(_plain(one, row))))
         click.echo(f"{count_of(rows, 'sample')} in {out}")
         notes = [*_assumptions(run, _ends(run, steps) if microbatch is None else [microbatch]), *notes]
     else:
-        chosen = list(named)
         numbers = [one.microbatch for _, one in chosen if one.microbatch is not None]
         notes = [*_assumptions(run, numbers or [microbatch or 0]), *notes]
         microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in chosen]
@@ -102,15 +109,15 @@ def _check_options(
 
 
 def _named(
-    run: Run, steps: Sequence[int], microbatch: int | None, rank: int | None
+    run: Run, steps: Sequence[int], microbatch: int | None, rank: int | None, keys: KeyNames
 ) -> Iterator[tuple[int | None, NamedMicrobatch]]:
     """Yield the microbatches of some steps, or of one rank in them, each with its step; or one by its number."""
     from energon_bridge.tools.forecast.samples import name_microbatch, name_steps
 
     if microbatch is not None:
-        yield None, name_microbatch(run, microbatch)
+        yield None, name_microbatch(run, microbatch, keys)
         return
-    for number, some in zip(steps, name_steps(run, steps), strict=True):
+    for number, some in zip(steps, name_steps(run, steps, keys), strict=True):
         yield from ((number, one) for one in some if rank is None or one.rank == rank)
 
 

@@ -7,14 +7,16 @@ several moves what comes later, and so do samples in `exclude`; `assumption` say
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-from energon_bridge.core.errors import ConfigurationError, KeyIndexError, MissingRankError
+from energon_bridge.core.errors import ConfigurationError, KeyIndexError, MissingRankError, StorageError
 from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.key_index import KeyIndex, keys_at, keys_of_shard, local_key_index
@@ -33,25 +35,43 @@ from energon_bridge.tools.forecast.planned_run import Run
 
 # Keys -----------------------------------------------------------------------------------------------------------------
 #
-# Keys of samples, looked up by shard and index in the dataset's key index, if it has one on a local disk.
+# Keys of samples, looked up by shard and index in the dataset's key index, if it has one. That of a store is copied to
+# a temporary file first, if it is not too large.
 
 
 _LOOKUPS_BEFORE_READING = 8
 """Lookups in a shard before all of its keys are read."""
 _CACHED_SHARDS = 256
 """Shards whose keys are kept."""
+_MOST_COPIED = 1 << 30
+"""Bytes of a key index in a store that are copied for it; more would take long, and say so."""
 
 
 class KeyNames:
-    """Looks keys up; caches facts about datasets, and the keys of shards that are used often."""
+    """Looks keys up; caches facts about datasets, and the keys of shards that are used often.
+
+    Its `with` block removes copies of key indexes at its end.
+
+    Attributes:
+        unknown: Why the keys of a dataset are not known, by its path.
+    """
 
     def __init__(self) -> None:
+        self.unknown: dict[str, str] = {}
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._indices: dict[str, tuple[KeyIndex, dict[str, int]] | None] = {}
         self._asked: Counter[tuple[str, str]] = Counter()
         self._shards: dict[tuple[str, str], list[str]] = {}
 
+    def __enter__(self) -> KeyNames:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
     def key_of(self, dataset: PreparedDataset, shard: str, index: int) -> str | None:
-        """Return the key of a sample; None if no local key index tells it: shard and index say it as well."""
+        """Return the key of a sample; None if no key index tells it: shard and index say it as well."""
         place = dataset.path, shard
         keys = self._shards.get(place)
         if keys is not None:
@@ -59,7 +79,7 @@ class KeyNames:
         try:
             if dataset.path not in self._indices:
                 self._indices[dataset.path] = None
-                self._indices[dataset.path] = _key_index(dataset)
+                self._indices[dataset.path] = self._key_index(dataset)
             known = self._indices[dataset.path]
             if known is None:
                 return None
@@ -70,19 +90,33 @@ class KeyNames:
                 del self._shards[next(iter(self._shards))]
             keys = self._shards[place] = keys_of_shard(known[0], known[1][shard])
             return keys[index] if index < len(keys) else None
-        except KeyIndexError:
+        except (KeyIndexError, StorageError) as error:
+            self.unknown.setdefault(dataset.path, str(error))
             return None
 
-
-def _key_index(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | None:
-    """Return a dataset's key index and the numbers of its shards in it."""
-    store = dataset.store
-    if dataset.key_format is not None or not isinstance(store, LocalStore):
-        return None
-    if not store.exists(meta_path(INDEX_SQLITE)):
-        return None
-    numbers = {shard: number for number, shard in enumerate(read_info(store).shard_counts)}
-    return local_key_index(store, scratch=""), numbers
+    def _key_index(self, dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | None:
+        """Return a dataset's key index and the numbers of its shards in it."""
+        store = dataset.store
+        if dataset.key_format is not None:
+            return None
+        rel = meta_path(INDEX_SQLITE)
+        if not store.exists(rel):
+            self.unknown[dataset.path] = (
+                f"{dataset.path} has no key index: `energon prepare --tar-index-only {dataset.path}` writes one"
+            )
+            return None
+        scratch = ""
+        if not isinstance(store, LocalStore):
+            if (size := store.size(rel)) > _MOST_COPIED:
+                self.unknown[dataset.path] = (
+                    f"the key index of {dataset.path} is not copied here for its {size:,} bytes: run this on a copy of "
+                    "the dataset, or look the shard and the number in it up there"
+                )
+                return None
+            self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="energon-keys-")
+            scratch = str(Path(self._scratch.name) / f"{len(self._indices)}.sqlite")
+        numbers = {shard: number for number, shard in enumerate(read_info(store).shard_counts)}
+        return local_key_index(store, scratch), numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +130,7 @@ class NamedSample:
         shard_index: Its number in the shard.
         index: Its number in the split part, of a join the row.
         epoch: How often the leaf has been gone through before.
-        key: Its key, where the dataset has a key index on a local disk; else None.
+        key: Its key, if it was looked up and the dataset has a key index; else None.
         excluded: Whether `exclude` lists it (None if the key is not known): then it is skipped.
         restore_key: What `restore_sample` takes.
     """
@@ -123,24 +157,24 @@ class NamedMicrobatch:
     samples: tuple[NamedSample, ...]
 
 
-def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator[list[NamedMicrobatch]]:
+def name_steps(run: Run, steps: Iterable[int], keys: KeyNames | None = None) -> Iterator[list[NamedMicrobatch]]:
     """Name the samples of steps of the optimizer, for every rank.
 
     Args:
         steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
             are one microbatch on every rank), on as many ranks.
-        keys: Look keys up, which takes most of the time.
+        keys: Looks keys up, which takes most of the time; None: they are not named.
 
     Raises:
         ConfigurationError: There is no such step, or the state was saved between two steps of this number of ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
     if run.spec.ends:
-        of_pass = _SampleNames(run.plan.leaves, keys=keys)
+        of_pass = _SampleNames(run.plan.leaves, keys)
         for step in steps:
             yield _finite_step(run, step, of_pass)
         return
-    names = _RunNames(run, keys=keys)
+    names = _RunNames(run, keys)
     for step in steps:
         turns = range(step * run.per_step, (step + 1) * run.per_step)
         yield [one for turn in turns for one in _endless_turn(run, turn, names)]
@@ -169,11 +203,11 @@ def _endless_turn(run: Run, turn: int, names: _RunNames) -> list[NamedMicrobatch
     return delivered
 
 
-def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
+def name_microbatch(run: Run, m: int, keys: KeyNames | None = None) -> NamedMicrobatch:
     """Name the samples of microbatch m of an endless run, whichever rank delivers it (given as the rank -1)."""
     if run.spec.ends:
         raise ConfigurationError("only endless training has microbatches of a run; give a step")
-    return _RunNames(run).microbatch(m, -1)
+    return _RunNames(run, keys).microbatch(m, -1)
 
 
 def assumption(run: Run, m: int) -> str:
@@ -213,9 +247,9 @@ def assumption(run: Run, m: int) -> str:
 class _RunNames:
     """Names samples of an endless run."""
 
-    def __init__(self, run: Run, *, keys: bool = True) -> None:
+    def __init__(self, run: Run, keys: KeyNames | None) -> None:
         self._run = run
-        self._sample_names = _SampleNames(run.plan.leaves, keys=keys)
+        self._sample_names = _SampleNames(run.plan.leaves, keys)
         self._round_cache = plain_rounds(run.plan.leaves)
         # Of lanes whose draws depend on those before (bans, amounts): the draws from a microbatch on, and the next
         # microbatch that they give.
@@ -326,10 +360,10 @@ class UnbannedDraws:
 class _SampleNames:
     """Names samples by leaf and index."""
 
-    def __init__(self, leaves: tuple[Leaf, ...], *, keys: bool = True) -> None:
+    def __init__(self, leaves: tuple[Leaf, ...], keys: KeyNames | None) -> None:
         self._leaves = leaves
         self._ends = [np.cumsum(_on_disk(leaf.dataset).shard_counts) for leaf in leaves]
-        self._keys = KeyNames() if keys else None
+        self._keys = keys
 
     def of(self, row: int, leaf: int, index: int, epoch: int, output: int = 0) -> NamedSample:
         whole = self._leaves[leaf].dataset

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 from collections import namedtuple
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from PIL import Image
 
+from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.core.encoder import batch_list, batch_pad_stack, batch_samples, batch_stack, generic_batch
 from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.samples import (
     Batch,
     CaptioningSample,
@@ -24,6 +32,8 @@ from energon_bridge.core.samples import (
     edataclass,
 )
 from energon_bridge.core.samples.stacking import concat_pad
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 
 DTYPES = (torch.uint8, torch.int64, torch.float32, torch.bool)
 
@@ -278,3 +288,49 @@ def mixed() -> list[Sample]:
 def test_rows_that_do_not_fit_together(call, message):
     with pytest.raises(ConfigurationError, match=message):
         call()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_far_larger_than_the_others_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], workers: int
+) -> None:
+    """Forked workers have the bound, too, and write to the same stream."""
+    monkeypatch.setattr("energon_bridge.core.samples.stacking._MUCH_PADDING", 1 << 20)
+    monkeypatch.setattr("energon_bridge.core.stream.pipeline._has_said_padded", False)
+    handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)
+    logger = logging.getLogger("energon_bridge.core.stream.pipeline")
+    logger.addHandler(handler)
+    try:
+        for folder, side in (("usual", 40), ("large", 600)):
+            samples = {f"k{number}": png(side if number in (5, 9) else 30) for number in range(16)}
+            (tmp_path / folder).mkdir()
+            write_shard(tmp_path / folder / "s.tar", samples)
+            yaml = render_dataset_yaml("ImageSample", {"image": "png"})
+            prepare_dataset(tmp_path / folder, split=parse_patterns(["train:.*"]), dataset_yaml=yaml)
+            dataset = get_val_dataset(
+                tmp_path / folder,
+                split_part="train",
+                worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers),
+                batch_size=4,
+            )
+            with closing(get_loader(dataset)) as loader:
+                assert max(batch.image.shape[-1] for batch in loader) == side
+            said = capfd.readouterr().err
+            if side == 40:
+                assert said == ""
+    finally:
+        logger.removeHandler(handler)
+    (line,) = said.splitlines()
+    who = "rank 0" + (", worker 0" if workers else "")
+    assert line.startswith(f"{who}: {tmp_path / 'large'}: shard s.tar, sample 5 (number 5 of the shard) has the shape")
+    # 4 rows of 3 x 600 x 600 floats.
+    assert "(3, 600, 600), others in its batch (3, 30, 30): padded to it, 4 rows take 17,280,000 bytes." in line
+    for remedy in ("image_target", "resize", "group_by", "filter"):
+        assert remedy in line
+
+
+def png(side: int) -> dict[str, bytes]:
+    """Return the parts of a sample with a picture."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side)).save(file, "png")
+    return {"png": file.getvalue()}
