@@ -430,6 +430,13 @@ CUT: dict[str, Any] = {
     "clip": llava("<video>\ncolor?", video="film.mp4", clip=[0.8, 1.6]),
     "start and end": llava("<video>\ncolor?", video="film.mp4", start=0.8, end="1.6"),
     "clock times": llava("<video>\ncolor?", video="film.mp4", start_time="00:00:00.8", end_time="0:01.6"),
+    "timestamps apart": llava(
+        "<video>\ncolor?", video="film.mp4", start_timestamp="00:00:00.80", stop_timestamp="00:00:01.60"
+    ),
+    "start and stop": llava("<video>\ncolor?", video="film.mp4", start=0.8, stop=1.6),
+    "begin and finish": llava("<video>\ncolor?", video="film.mp4", begin=0.8, finish=1.6),
+    "from and to": llava("<video>\ncolor?", video="film.mp4", from_sec=0.8, to_sec=1.6),
+    "a window": llava("<video>\ncolor?", video="film.mp4", window=[0.8, 1.6], trim=True, stop="Main Street"),
     "offset and duration": llava("<video>\ncolor?", video="film.mp4", offset=0.8, duration=0.8),
     "one for each": talk("<video>color?", videos=["film.mp4"], segments=[[0.8, 1.6]]),
     "a part": asked({"type": "video", "video": "film.mp4", "video_start": 0.8, "video_end": 1.6}, TEXT),

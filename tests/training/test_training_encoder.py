@@ -264,6 +264,7 @@ def test_images_of_a_crude_conversation_are_found(sample: dict[str, Any], stores
     ("sample", "complaint"),
     [
         (crude({"text": "a"}, jpg="x"), r"part 'json' with turns as messages or .*; this one has the parts json, jpg"),
+        (crude({"text": "a", "x": 1}), r"has the parts json, and its json has text, x$"),
         ({"__key__": "one", "txt": "a"}, "has the parts txt"),
         (crude({"messages": TURNS, "image": "a.jpg"}), r"'a\.jpg' is not a part .* auxiliary store 'images'"),
     ],

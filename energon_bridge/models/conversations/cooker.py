@@ -53,17 +53,12 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         raise SkipSample("has a question without an answer: `answers` is empty")
     if turns is None:
         inside = (
-            f", and its json has {', '.join(map(str, content))}" if isinstance(content, Mapping) and content else ""
+            f", and its json has {', '.join(map(str, content)) or 'nothing'}" if isinstance(content, Mapping) else ""
         )
         parts = ", ".join(name for name in sample if not name.startswith("__"))
         raise SampleError(
             f"a crude sample must have a part 'json' with turns as {' or '.join(CONVERSATIONS)}, or a question and its "
             f"answer as {' and '.join(PAIRS[0])}, …; this one has the parts {parts or 'none'}{inside}"
-            + (
-                f", and its json has {', '.join(map(str, content)) or 'nothing'}"
-                if isinstance(content, Mapping)
-                else ""
-            )
         )
     assert isinstance(content, Mapping)
     check_turns(turns)

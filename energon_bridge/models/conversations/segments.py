@@ -22,16 +22,25 @@ from energon_bridge.models.conversations.places import Medium
 _RANGES = (
     *("clip", "segment", "timestamps", "timestamp", "time_range", "span", "clip_range", "video_clip", "interval"),
     *("video_segment", "audio_segment", "moment", "clips", "segments"),
+    *(_LOOSE := ("window", "time_window", "trim", "time_span", "time_interval")),  # may be something else, too
 )
-_STARTS = ("start", "video_start", "audio_start", "clip_start", "segment_start", "start_time", "t_start", "time_start")
+_STARTS = (
+    *("start", "video_start", "audio_start", "clip_start", "segment_start", "start_time", "t_start", "time_start"),
+    *("start_timestamp", "timestamp_start", "start_ts"),
+)
 _BEGINS = tuple(
     f"{name}{unit}"
-    for name in (*_STARTS, "begin", "begin_time", "offset")
+    for name in (*_STARTS, "begin", "begin_time", "begin_timestamp", "from", "from_time", "onset", "offset")
     for unit in ("", "_sec", "_secs", "_second", "_seconds", "_s", "_ms")
+    if f"{name}{unit}" != "from"  # who speaks
 )
-_ENDS = tuple(
-    dict.fromkeys(name.replace("start", "end").replace("begin", "end") for name in _BEGINS if "offset" not in name)
+_OPPOSITES = (
+    *(("start", "end"), ("start", "stop"), ("start", "finish")),
+    *(("begin", "end"), ("begin", "stop"), ("begin", "finish"), ("from", "to")),
 )
+_ENDS = tuple(dict.fromkeys(name.replace(one, other) for name in _BEGINS for one, other in _OPPOSITES if one in name))
+_ONLY_BESIDE = ("stop", "finish")
+"""Ends only beside a begin: alone they are stops of a bus, and what a chair is painted with."""
 _LENGTHS = ("duration", "duration_sec", "duration_seconds", "duration_ms")
 _IN_FRAMES = ("start_frame", "end_frame", "frame_start", "frame_end", "frame_range", "video_start_frame")
 _PIXELS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
@@ -149,7 +158,9 @@ def _given_ranges(given: Mapping[str, Any]) -> list[tuple[str, tuple[float, floa
         if value is None or value == "" or is_list:  # of a transcript
             continue
         if (one := _range(value)) is None:
-            if isinstance(value, str) and name in ("timestamp", "timestamps", "moment", "span", "segment"):
+            if name in _LOOSE or (
+                isinstance(value, str) and name in ("timestamp", "timestamps", "moment", "span", "segment")
+            ):
                 continue  # a date, or the name of a part of the set
             raise SampleError(f"`{name}` is {str(value)[:100]!r}: expected the seconds of a segment, [begin, end]")
         found.append((name, one))
@@ -159,7 +170,7 @@ def _given_ranges(given: Mapping[str, Any]) -> list[tuple[str, tuple[float, floa
 def _given_ends(given: Mapping[str, Any], *, is_part: bool) -> list[tuple[str, tuple[float, float | None]]]:
     """Return the segment that is given by a begin, an end or a length, with their names; an empty list: none is."""
     begins = [name for name in _BEGINS if given.get(name) is not None]
-    ends = [name for name in _ENDS if given.get(name) is not None]
+    ends = [name for name in _ENDS if given.get(name) is not None and (begins or name not in _ONLY_BESIDE)]
     lengths = [name for name in _LENGTHS if given.get(name) is not None] if begins or is_part else []
     lengths = [] if ends else lengths
     if not (begins or ends or lengths):

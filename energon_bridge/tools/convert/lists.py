@@ -196,7 +196,9 @@ class LineEntries:
         try:
             entry = json.loads(data, object_pairs_hook=_object)
         except ValueError as error:
-            raise SourceError(f"{where}: not valid JSON: {error}. Fix the line.") from error
+            is_text = not isinstance(error, UnicodeDecodeError)
+            remedy = "Fix the line" if is_text else f"Write the file as UTF-8 ({_iconv(data)})"
+            raise SourceError(f"{where}: not valid JSON: {error}. {remedy}.") from error
         return _checked(entry, where)
 
 
@@ -220,7 +222,7 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     except ValueError as error:
         remedy = "Fix it there, or download it again if it is cut off."
         if isinstance(error, UnicodeDecodeError):
-            remedy = "Write it as UTF-8 (iconv -t UTF-8)."
+            remedy = f"Write it as UTF-8 ({_iconv(error.object)})."
         elif "Extra data" in str(error):
             if _has_lines(path):
                 return TableSource(path, LineEntries(path), media, "JSON lines")
@@ -249,6 +251,11 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     return TableSource(path, ListedEntries(path, content), media, "JSON list")
 
 
+def _iconv(data: bytes) -> str:
+    """Return the command that makes a file UTF-8; zero bytes are those of UTF-16, else it is most likely of Windows."""
+    return f"iconv -f {'UTF-16LE' if 0 in data else 'WINDOWS-1252'} -t UTF-8"
+
+
 def _is_entry(content: Mapping[str, Any]) -> bool:
     """Return whether an object is one entry, not what has the list of them."""
     turns = next((content[name] for name in CONVERSATIONS if name in content), None)
@@ -272,7 +279,7 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
         data = path.read_bytes()
         text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: is not UTF-8: {error}. Write it as such (iconv -t UTF-8).") from error
+        raise SourceError(f"{path}: is not UTF-8: {error}. Write it as such ({_iconv(data)}).") from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise SourceError(

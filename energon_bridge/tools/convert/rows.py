@@ -33,7 +33,7 @@ from energon_bridge.core.errors import (
 )
 from energon_bridge.core.format.field_map import FieldMap, describe_fields, parse_access
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, kind_by_name
-from energon_bridge.core.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name
+from energon_bridge.core.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name, sample_type_names
 from energon_bridge.core.storage import Store
 from energon_bridge.models.conversations.questions import AnswersAs, said_by_annotators
 from energon_bridge.models.conversations.turns import medium_by_name
@@ -463,7 +463,11 @@ def check_layout(layout: Layout) -> None:
         )
     for name in layout.fields:
         if name not in declared:
-            raise FieldMapError(f"--field {name}: {cls.__name__} has no such field; it has {', '.join(declared)}.")
+            having = [one for one in sample_type_names() if layout.fields.keys() <= _declared(one).keys()]
+            other = f" To make another type: --sample-type {' or '.join(having)}." if having else ""
+            raise FieldMapError(
+                f"--field {name}: {cls.__name__} has no such field; it has {', '.join(declared)}.{other}"
+            )
     missing = [name for name, (required, _) in declared.items() if required and name not in layout.fields]
     if missing:
         flags = " ".join(f"--field {name}=COLUMN" for name in missing)

@@ -273,6 +273,10 @@ def test_broken_lines_are_named_or_skipped(tmp_path):
     [
         (["--field", "caption=text"], "--field caption=text: the first rows have no such column; they have Caption, "),
         (["--field", "title=Caption"], "--field title: CaptioningSample has no such field; it has image, caption."),
+        (
+            ["--sample-type", "ImageSample", "--field", "caption=Caption"],
+            "no such field; it has image. To make another type: --sample-type CaptioningSample.",
+        ),
         (["--sample-type", "VQASample"], "VQASample also requires the fields context: add --field context=COLUMN."),
         (["--sample-type", "Captioning"], "unknown sample type 'Captioning'. Did you mean 'Captio"),
         (["--field", "caption"], "--field 'caption': expected FIELD=COLUMN, like caption=description."),
@@ -295,7 +299,10 @@ def test_wrong_flags(tmp_path, flags, message):
             "[1]\n[2]",
             "Extra data: line 2 column 1 (char 4). If it has one object per line, rename it",
         ),
-        ("x.json", "\udce9", "Write it as UTF-8 (iconv -t UTF-8)."),
+        ("x.json", "\udce9", "Write it as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)."),
+        ("x.jsonl", '{"caption": "\udcfc"}', "Write the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)."),
+        ("x.csv", "image,caption\na.png,\udcfc\n", "Write it as such (iconv -f WINDOWS-1252 -t UTF-8)."),
+        ("x.csv", "i\0,\0c\0\n\0\udcfc\0", "Write it as such (iconv -f UTF-16LE -t UTF-8)."),
         (
             "x.json",
             '{"a": 1}',
