@@ -333,7 +333,7 @@ class SlabPool:
 
     Attributes:
         lender: Where their memory comes from; None, or if it has no room: the process's own.
-        padded: What made a batch large, noted while it is stacked; whoever speaks of it sets it.
+        padded: What made a batch large, noted while it is stacked; `forget_padded` clears it.
     """
 
     def __init__(self) -> None:
@@ -344,6 +344,10 @@ class SlabPool:
         self._gone: deque[tuple[int, np.ndarray]] = deque()  # freed, not yet in `_free`: address and memory
         self._free: dict[int, np.ndarray] = {}  # by address, the one that was used last at the end
         self._fits = self._misfits = self._pause = 0
+
+    def forget_padded(self) -> None:
+        """Begin another batch, of which nothing is noted yet."""
+        self.padded = None
 
     def slab(self, rows: int) -> Slab | None:
         """Return a slab for the images of a microbatch; None for a while where sizes differ inside microbatches."""

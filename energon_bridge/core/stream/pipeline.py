@@ -194,7 +194,7 @@ class Pipeline:
             whole = self._shown(lane, number)
             start = time.perf_counter()
             slabs = self.loading.slab_pool
-            slabs.padded = None
+            slabs.forget_padded()
             try:
                 with self.stacking(lends=True):
                     made = self.code.collate(samples, ref, counts, lambda: members_of_rows(leaves, keys), number=whole)

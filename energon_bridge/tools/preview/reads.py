@@ -97,7 +97,7 @@ def reads_of_run(run: Run, first_step: int, num_steps: int) -> Reads:
     steps = range(first_step, first_step + num_steps)
 
     def found() -> Iterator[tuple[int, int, int]]:
-        for step, microbatches in zip(steps, name_steps(run, steps, keys=False), strict=True):
+        for step, microbatches in zip(steps, name_steps(run, steps), strict=True):
             for microbatch in microbatches:
                 for sample in microbatch.samples:
                     yield step, microbatch.rank, offsets[sample.restore_key[0]] + sample.index
