@@ -79,7 +79,7 @@ class Origin(Protocol):
     """Supplies the URLs and headers for the objects of a bucket."""
 
     def target(self, key: str, *, fresh: bool) -> Target:
-        """Return how to read an object; `fresh`: the last signature was rejected, so get the credentials again."""
+        """Return how to read an object; `fresh`: the last signature was refused, so get the credentials again."""
 
     def recover(self, refused: Refused) -> bool:
         """Learn from a response, such as the region of a bucket; return whether to try again."""

@@ -513,17 +513,17 @@ class MovableWorker(Worker):
 
     Attributes:
         behind: Microbatches that it sends first, and that another worker has delivered meanwhile.
-        withheld: Credits that it is not given, since the one that takes over from it must catch up.
+        postponed: Credits that it is not given, since the one that takes over from it must catch up.
     """
 
     behind = 0
-    withheld: int | None = None
+    postponed: int | None = None
 
     def credit(self) -> None:
-        if self.withheld is None:
+        if self.postponed is None:
             super().credit()
         else:
-            self.withheld += 1
+            self.postponed += 1
 
 
 class MovingPool(WorkerPool):
@@ -646,8 +646,8 @@ class MovingPool(WorkerPool):
             logger.warning("%s, worker %d cannot go on elsewhere: %s", self._where, number, error or "it has ended")
             self._move_again = time.monotonic() + _MOVE_SECONDS
             self._stay()
-        elif rival.taken and worker.withheld is None and time.monotonic() - rival.started > _CATCH_UP_SECONDS:
-            worker.withheld = 0
+        elif rival.taken and worker.postponed is None and time.monotonic() - rival.started > _CATCH_UP_SECONDS:
+            worker.postponed = 0
         elif not rival.behind and (rival.taken > 1 or (rival.taken and rival.has_sent(0))):
             self._workers[number], self._rivals[number] = rival, worker
             self.moves += 1
@@ -659,9 +659,9 @@ class MovingPool(WorkerPool):
             self._drop(self._rivals.pop(self._moving))
             stays = self._workers[self._moving]
             self._moving = None
-            withheld = stays.withheld or 0
-            stays.withheld = None
-            for _ in range(withheld):
+            postponed = stays.postponed or 0
+            stays.postponed = None
+            for _ in range(postponed):
                 stays.credit()
 
     def _successor(self, number: int) -> Worker:

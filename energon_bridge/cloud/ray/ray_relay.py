@@ -55,7 +55,7 @@ PACKET_BYTES = 1 << 16
 _LOOK_SECONDS = 0.2
 _AT_ONCE_BYTES = 1 << 20
 _CONNECT_SECONDS = 10.0
-_AVOIDED_SECONDS, _BARRED_SECONDS = 60.0, 20.0  # of a node that lost an actor; of an actor with no place elsewhere
+_AVOIDED_SECONDS, _STUCK_SECONDS = 60.0, 20.0  # of a node that lost an actor; of an actor with no place elsewhere
 _ASK_SECONDS = 5.0
 _MOST_LINES = 256
 _DEPTH_SECONDS, _LOW, _HIGH, _SLOWER = 3.0, 0.25, 0.75, 6
@@ -573,7 +573,7 @@ class Relay:
             if seat.leaving or (seat not in kept and now - seat.since > self._options["idle_seconds"]):
                 self._give_up(seat)
         for seat in [*self._seats]:
-            if seat.avoids and seat.versions is None and now - seat.since > _BARRED_SECONDS:
+            if seat.avoids and seat.versions is None and now - seat.since > _STUCK_SECONDS:
                 self._bad.clear()  # by now Ray itself knows which of them are gone
                 self._lose(seat, TimeoutError("no other node has a place for it"))
         seats = [seat for seat in self._seats if not seat.leaving and (shared or not seat.lines)]

@@ -330,7 +330,7 @@ def _follow(scan: ShardScan, others: _Others, where: str) -> None:
     for name, offset, size in others.files:
         places.setdefault(_path(name), []).append((offset, size))
     links = {number: (member, start) for number, member, start in others.links}
-    lost: list[int] = []
+    dangling: list[int] = []
     for number, sample in enumerate(scan.part_samples):
         name = f"{scan.keys[sample]}.{scan.part_names[number]}"
         if number in links:
@@ -338,12 +338,12 @@ def _follow(scan: ShardScan, others: _Others, where: str) -> None:
             targets = [place for place in places.get(_path(member.target), ()) if place[0] <= start]
             if not member.is_hard_link or not targets:
                 scan.faults.append((sample, not_a_file(member, where, _NOT_IN_FRONT * member.is_hard_link)))
-                lost.append(number)
+                dangling.append(number)
                 continue
-            scan.linked.append(number - len(lost))  # its number once the lost ones are deleted
+            scan.linked.append(number - len(dangling))  # its number once the dangling links are deleted
             scan.part_offsets[number], scan.part_sizes[number] = targets[-1]
         places.setdefault(_path(name), []).append((scan.part_offsets[number], scan.part_sizes[number]))
-    for number in reversed(lost):
+    for number in reversed(dangling):
         del scan.part_samples[number], scan.part_names[number], scan.part_offsets[number], scan.part_sizes[number]
 
 

@@ -184,7 +184,7 @@ def with_new_ban(
 
 
 def look_up(leaves: Sequence[OpenLeaf], keys: Sequence[str]) -> list[Found]:
-    """Return the samples by key of each leaf's dataset; keys that a dataset does not have are left out."""
+    """Return the samples by key of each leaf's dataset; without keys that a dataset does not have."""
     known: dict[tuple[str, str, str], Found] = {}
     found = []
     for leaf in leaves:

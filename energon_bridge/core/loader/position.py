@@ -189,7 +189,7 @@ class Position(ABC):
         """Change the weights from a global draw on; return that draw."""
 
     def ban(self, keys: Iterable[str], from_draw: int | None, dataset: str | None, ignore_unknown: bool) -> int:
-        """Withdraw samples from a global draw on; return that draw."""
+        """Ban samples from a global draw on; return that draw."""
         given = tuple(checked_keys(keys))
         from_draw = checked_start(from_draw)
         path = checked_path(self.plan.data.leaves, dataset or "")
@@ -341,14 +341,14 @@ def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
     """Return the waiting rows with the leaves' new numbers, without samples of removed leaves."""
     number = {old: new for new, old in enumerate(kept) if old is not None}
     rows = []
-    lost = 0
+    dropped = 0
     for stage, refs, extra in held.entries():
         stay = [ref._replace(leaf=number[ref.leaf]) for ref in refs if ref.leaf in number]
-        lost += len(refs) - len(stay)
+        dropped += len(refs) - len(stay)
         if stay:
             rows.append((stage, stay, extra))
-    if lost:
-        logger.warning("dropping %d samples that waited for a pack or batch: their datasets left the mix", lost)
+    if dropped:
+        logger.warning("dropping %d samples that waited for a pack or batch: their datasets left the mix", dropped)
     return BufferedRefs.of(rows)
 
 

@@ -286,8 +286,8 @@ class EpochizedBlend:
         number = np.arange(leaf.size) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
         places = ((number << 32) + phases[leaf]) // quotas[leaf]
         merged = leaf[np.lexsort((leaf, places))]
-        skipped = start - int(first.sum())  # those that share the first one's place and come before it
-        return merged[skipped : skipped + stop - start]
+        earlier = start - int(first.sum())  # they share the place of the first draw asked for
+        return merged[earlier : earlier + stop - start]
 
     def counts(self, lane: int, draw: int) -> IntArray:
         epoch = self.epoch_of(lane, draw)

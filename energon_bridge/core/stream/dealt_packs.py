@@ -7,7 +7,8 @@ draws as lane `l mod K` of K does, and takes every (L/K)-th pack that is selecte
 
 What a lane delivers still follows from its own state: it has the position of the buffer after the last selection that
 the lane has seen. So a lane can always select by itself, wherever the others are. Lanes of one process that come to the
-same selection share its work; lanes of several processes each do it, and lane `l < K` counts what is lost on the way.
+same selection share its work; lanes of several processes each do it, and lane `l < K` counts what was left out on the
+way.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _BARREN = 1000
-"""Rows left out that are always tolerated before the stream counts as barren."""
+"""Rows without a group that are always tolerated before the stream counts as barren."""
 _FEWEST, _MOST = 1000, 1 << 16
 """Rows of a lane that may wait in any case, and in no case more."""
 _WARNING = 4
@@ -147,7 +147,7 @@ class Grouping:
         self._pipeline = pipeline
         self._waiting = waiting
         self._groups: Groups[BatchRow] = Groups(pipeline.settings.run.batch_size)
-        self._refused = 0  # rows in a row
+        self._ungrouped = 0  # rows without a group since the last one with a group
         self.held = 0
         pipeline.budget.join(self)
 
@@ -189,7 +189,7 @@ class Grouping:
         return reversed(self._groups.waiting)
 
     def _with_contents(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
-        """Return the rows of a full group with their contents; rows that no longer encode are left out."""
+        """Return the rows of a full group with their contents; without rows that no longer encode."""
         made: list[BatchRow] = []
         for row in rows:
             made += [row] if row.content is not None else self.made_again([row], counts)
@@ -199,10 +199,10 @@ class Grouping:
         """Add a row to its group; return the rows of the group if it is now full."""
         found = self._pipeline.code.group(row.content, row.members, counts)
         if found is None:
-            self._refused += 1
+            self._ungrouped += 1
             self._give_up_if_barren()
             return []
-        self._refused = 0
+        self._ungrouped = 0
         budget = self._pipeline.budget
         budget.hold(self, row.size)
         full = self._groups.add(row, *found)
@@ -257,8 +257,8 @@ class Grouping:
         )
 
     def _give_up_if_barren(self) -> None:
-        if self._refused > _BARREN and self._refused > 10 * self._pipeline.num_samples:
+        if self._ungrouped > _BARREN and self._ungrouped > 10 * self._pipeline.num_samples:
             raise EmptyDatasetError(
-                f"{self._pipeline.paths}: batch_group_criterion skipped {self._refused} rows in a row, so none is "
+                f"{self._pipeline.paths}: batch_group_criterion skipped {self._ungrouped} rows in a row, so none is "
                 "left. Check its SkipSample"
             )

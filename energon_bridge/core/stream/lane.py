@@ -37,7 +37,7 @@ class LaneStage(Protocol):
         """Return what the next microbatch is made of."""
 
     def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
-        """Encode rows of a restored state again; leave out those that no longer encode."""
+        """Encode rows of a restored state again; return them without those that no longer encode."""
 
     def waiting(self) -> BufferedRefs:
         """Return the rows that wait here, as references."""
@@ -124,7 +124,7 @@ class Lane:
         return LaneBatch(batch, self._draws.rows, self._state(), counts)
 
     def _make(self, counts: Counts) -> None:
-        """Make the next batches; none if a hook refuses the rows."""
+        """Make the next batches; none if a hook skips the rows or fails."""
         pipeline = self._pipeline
         last = self._stages[-1]
         skip = self._batches_taken if self._batched else 0

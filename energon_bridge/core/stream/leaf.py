@@ -242,9 +242,11 @@ class LineParser(Parser):
             try:
                 value = parse_line(raw)
             except (DecodeError, TypeError) as error:
-                lost = type(raw) is Unreadable
+                unreadable = type(raw) is Unreadable
                 place = SamplePlace(path, shard_name, index, key, (PART,))
-                out.append(FailedSample(raw.error if lost else error, Hook.READ if lost else Hook.DECODE, place))
+                out.append(
+                    FailedSample(raw.error if unreadable else error, Hook.READ if unreadable else Hook.DECODE, place)
+                )
                 continue
             sample: dict[str, Any] = {
                 "__key__": key,

@@ -325,7 +325,7 @@ class Packing:
         self._packs = deque(members for stage, members in rows if stage is Stage.PACK)
         self._buffer = [members[0] for stage, members in rows if stage is Stage.BUFFER]
         self._to_restore = deque(self._buffer)
-        self._lost: set[int] = set()  # ids of rows of the buffer that no longer encode, and are counted
+        self._failed: set[int] = set()  # ids of rows of the buffer that no longer encode, and are counted
 
     @property
     def target(self) -> int:
@@ -411,7 +411,7 @@ class Packing:
         """Encode some rows of a buffer that came from a state."""
         rows = [self._to_restore.popleft() for _ in range(share)]
         self._with_contents(rows, counts)
-        self._lost |= {id(row) for row in rows if row.content is None}
+        self._failed |= {id(row) for row in rows if row.content is None}
         self._pipeline.budget.keep(self)
 
     def _fill(self, missing: int, counts: Counts) -> None:
@@ -433,9 +433,9 @@ class Packing:
         """Fill the buffer and let the encoder select packs; if the hook fails, drop the buffer and make no pack."""
         for attempt in range(EMPTY_SELECTIONS):
             closed = self._fill_for(attempt, counts)
-            rows = self._with_contents([row for row in self._buffer if id(row) not in self._lost], counts)
+            rows = self._with_contents([row for row in self._buffer if id(row) not in self._failed], counts)
             self._to_restore.clear()
-            self._lost.clear()
+            self._failed.clear()
             if not rows:
                 self._keep(np.zeros(len(self._buffer), dtype=bool))
                 continue
@@ -504,7 +504,7 @@ class Packing:
         return pack_rows(self._pipeline, rows, counts)
 
     def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
-        """Encode the rows of a restored state again; leave out those that no longer encode."""
+        """Encode the rows of a restored state again; return them without those that no longer encode."""
         out = []
         for row in rows:
             members = reencode(self._pipeline, [BatchRow((ref,)) for ref in row.members], counts)
@@ -625,7 +625,7 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
 
 
 def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
-    """Run `postencode_sample` on rows; rows that it refuses are left out and lose their contents.
+    """Run `postencode_sample` on rows; return them without those that it skips, whose contents are dropped.
 
     With `again`, the hooks' own counts were counted before.
     """

@@ -278,7 +278,7 @@ class Pipeline:
         number: int,
         counts: Counts,
     ) -> list[Any]:
-        """Return the microbatches of some rows; none of no rows, or if a hook refuses them.
+        """Return the microbatches of some rows; none of no rows, or if a hook skips them or fails.
 
         Counts the samples of each leaf as delivered or skipped.
         """

@@ -297,16 +297,16 @@ class RoundBuffer:
     Bytes are dropped as they are fetched, so memory falls as a round is worked through.
 
     Args:
-        withheld: Draws that are read only when they are fetched, shape (draws,): their samples are banned now or later,
+        banned: Draws that are read only when they are fetched, shape (draws,): their samples are banned now or later,
             and a banned sample is never fetched.
 
     Attributes:
         asked: Number of draws, from the first one, that are read or being read ahead.
     """
 
-    __slots__ = ("_lock", "_raw", "_was_read", "_withheld", "asked", "epochs", "first", "indices", "reader")
+    __slots__ = ("_banned", "_lock", "_raw", "_was_read", "asked", "epochs", "first", "indices", "reader")
 
-    def __init__(self, reader: Reader, of: Round, withheld: NDArray[np.bool_] | None = None) -> None:
+    def __init__(self, reader: Reader, of: Round, banned: NDArray[np.bool_] | None = None) -> None:
         self.reader = reader
         self.first = of.first
         self.asked = 0
@@ -315,10 +315,10 @@ class RoundBuffer:
         self._raw: list[Any] = [None] * of.indices.size
         self._was_read = bytearray(of.indices.size)  # a mix has thousands of small rounds, and an array object is large
         self._lock = threading.Lock()
-        self._withheld: set[int] = set()
-        if withheld is not None and withheld.any():
-            self._withheld = {*np.flatnonzero(withheld).tolist()}
-            np.frombuffer(self._was_read, dtype=bool)[withheld] = True  # by reading ahead
+        self._banned: set[int] = set()
+        if banned is not None and banned.any():
+            self._banned = {*np.flatnonzero(banned).tolist()}
+            np.frombuffer(self._was_read, dtype=bool)[banned] = True  # by reading ahead
 
     def __len__(self) -> int:
         return self.indices.size
@@ -330,9 +330,9 @@ class RoundBuffer:
     def fetch(self, low: int, high: int, *, ahead: bool) -> list[Any]:
         """Return the bytes of the draws [low, high) of the round; with `ahead`, also read the rest of the round."""
         with self._lock:
-            if self._withheld:
-                for place in self._withheld.intersection(range(low, high)):
-                    self._withheld.remove(place)
+            if self._banned:
+                for place in self._banned.intersection(range(low, high)):
+                    self._banned.remove(place)
                     self._was_read[place] = 0
             if 0 in self._was_read[low:high]:
                 self._read(low, len(self) if ahead else high)

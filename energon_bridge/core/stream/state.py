@@ -197,7 +197,7 @@ OVER_LONG = ("dropped", "truncated", "split", "pieces")
 """Counters of samples too long for a sequence or pack, as `count_over_long` counts them; `pieces` are what splitting
 made, and dropped samples also count as skipped."""
 COUNTERS = ("samples", "skipped", "errors", "excluded", "banned", "bytes", *OVER_LONG)
-"""Counters per leaf: samples delivered, left out by `SkipSample`, left out by an error, excluded by `exclude`, banned;
+"""Counters per leaf: samples delivered, skipped by `SkipSample`, failed with an error, excluded by `exclude`, banned;
 bytes read for samples that were delivered, skipped or failed (of those that wait to be packed, when they leave); and
 `OVER_LONG`."""
 

@@ -72,10 +72,10 @@ BANNED = FailedSample(None, Hook.READ, SamplePlace("", "", -1))
 """A draw whose sample is banned; it is not read."""
 
 
-def _lost(raw: Any) -> Any:
-    """Return what stands for the bytes of a barred sample (of a join: of each dataset's): it fails."""
-    lost = Unreadable(BarredSampleError("it killed or hung its worker several times in a row and is not tried again"))
-    return tuple(part if part is None else lost for part in raw) if isinstance(raw, tuple) else lost
+def _barred(raw: Any) -> Any:
+    """Return an `Unreadable`, which fails, for the bytes of a barred sample (in a join, of each dataset's)."""
+    barred = Unreadable(BarredSampleError("it killed or hung its worker several times in a row and is not tried again"))
+    return tuple(part if part is None else barred for part in raw) if isinstance(raw, tuple) else barred
 
 
 class Parser:
@@ -108,7 +108,7 @@ class Parser:
         now.hook = Hook.READ
         raws: list[Any] = buffer.fetch(low, high, ahead=ahead)
         if self.barred:
-            raws = [_lost(raw) if index in self.barred else raw for raw, index in zip(raws, indices, strict=True)]
+            raws = [_barred(raw) if index in self.barred else raw for raw, index in zip(raws, indices, strict=True)]
         now.at(self.leaf_key, indices[0])
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
