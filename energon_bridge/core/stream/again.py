@@ -26,7 +26,7 @@ _AT_A_TIME = 64
 def reencode(
     pipeline: Pipeline, rows: Sequence[BatchRow], counts: Counts, loading: PendingLoads | None = None
 ) -> list[BatchRow]:
-    """Encode the rows whose content is gone; return all rows but those that no longer encode.
+    """Encode the rows whose contents were dropped; return all rows but those that no longer encode.
 
     A sample that no longer encodes is logged and counted for its leaf. `loading` holds their loads, if they are under
     way.

@@ -26,7 +26,7 @@ from energon_bridge.core.stream.rows import BatchRow
 from energon_bridge.core.stream.state import Counts, LaneState, Stage, as_members
 
 Key = tuple[int, int, int, bytes]
-"""Where a buffer is: packs dealt, draws, outputs taken of the current draw, and what waits."""
+"""The position of a buffer: packs dealt, draws, outputs taken of the current draw, and the references that wait."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,8 @@ class SharedBuffer:
         number: Its number.
         state: That of a lane: where the buffer is.
         turns: Those of the lanes of the process.
-        reading: For each number, the buffer that has read last: lanes may have left it at places that differ.
+        reading: By number of a buffer, the one that chose draws last: lanes may be at different positions of it, which
+            one `SharedBuffer` each follows, and they share the open rounds.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class SharedBuffer:
 
 
 def key_of(state: LaneState) -> Key:
-    """Return where the buffer is that the state of a lane, or of the buffer, is about."""
+    """Return the position of the shared buffer in the state of a lane, or of the buffer itself."""
     waiting = state.held.only(Stage.BUFFER)
     return state.dealt, state.draw, state.taken, waiting.rows.tobytes() + waiting.members.tobytes()
 

@@ -75,7 +75,7 @@ class Draws:
         self.taken = state.taken
         self.origin = state.origin
         self.leaf_draws = list(state.leaf_draws)
-        # What has been chosen, and is loaded or loading.
+        # `_chooser` is ahead of `draw` by what is loading (`_loading`), loaded (`_loaded`) and encoded (`_outputs`).
         self._loader = pipeline.loading
         self._chooser = Chooser(self._loader.round_cache, blend, number, state.blend_position)
         self._first = state.draw
@@ -247,7 +247,7 @@ class Draws:
         self.leaf_draws[leaf] += 1
 
     def _take(self, wanted: int, out: SampleColumns, counts: Counts, *, waits: bool) -> None:
-        """Take up to `wanted` draws as they are, since no user code sees single samples."""
+        """Take up to `wanted` loaded draws into `out` without encoding them: no user code sees single samples."""
         loaded = self._loaded
         low = self._at
         high = min(low + wanted, len(loaded.keys))
@@ -282,7 +282,7 @@ class Draws:
             count = min(self._loader.chunk, draw - chooser.draw)
             into = self._slab_row() if self._loader.slabs is not None else None
             if into is not None:
-                count = min(count, self.rows - into[1])
+                count = min(count, self.rows - into[1])  # a load stays within one microbatch's slab
             spans = chooser.spans(count)
             if (chooser.draw - self._first) % self.rows == 0:
                 self._slab = None  # full; only its images keep it

@@ -31,7 +31,7 @@ from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, Lan
 
 _SKIPPED = COUNTERS.index("skipped")
 WHOLE_PACK = -2
-"""Stands for the output of a pack where all outputs of it are meant."""
+"""The `output` of a row that means all outputs of its pack."""
 
 ListedRow = tuple[Sequence[SampleRef], int]
 """A row by its members and output: that of its pack, `SAMPLE` or `WHOLE_PACK`."""
@@ -60,11 +60,11 @@ class PassRows:
 
     Args:
         picks: Returns the samples of rows [start, stop).
-        make: Makes these rows of their loads, without those that hooks leave out, which it counts.
+        make: Encodes the loads of these samples as rows; counts and leaves out those that hooks skip or fail on.
 
     Attributes:
         count: How many there are.
-        what: What they are, for people.
+        what: What the rows are, in words for messages.
         ends: The row at which each microbatch ends; None: each has `batch_size` rows, the last one perhaps fewer.
     """
 
@@ -91,7 +91,7 @@ class PassRows:
             self._ahead[start] = load_picks(self._pipeline.loading, self._picks(start, stop))
 
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
-        """Return rows [start, stop) without those that hooks leave out, which are counted."""
+        """Return rows [start, stop) without those that hooks skip or fail on, which are counted."""
         self.prepare(start, stop)
         return self._make(start, stop, self._ahead.pop(start), counts)
 
@@ -122,7 +122,7 @@ def listed_rows(pipeline: Pipeline, listing: Listing) -> PassRows:
                 out += post_encoded(pipeline, whole, counts) if pipeline.own.by_length else whole
             elif output == WHOLE_PACK:
                 out += pack_rows(pipeline, whole, counts)
-            else:  # what its hooks leave out was counted when the pass was listed
+            else:  # what its hooks skip or fail on was counted when the pass was listed
                 out += pack_rows(pipeline, whole, Counts())[output : output + 1]
         return out
 
@@ -191,7 +191,7 @@ class FiniteStream:
         raise EmptyDatasetError(f"{self.pipeline.paths}: {all_rows} was skipped")
 
     def _made(self, number: int, counts: Counts) -> tuple[Any, int]:
-        """Return the batch of a microbatch and its rows; (None, 0) if hooks leave nothing of it."""
+        """Return the batch of a microbatch and its number of rows; (None, 0) if no row is left."""
         pipeline = self.pipeline
         with pipeline.user_code():
             pipeline.begin(-1, number)

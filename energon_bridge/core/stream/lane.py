@@ -27,14 +27,14 @@ from energon_bridge.core.stream.rows import BatchRow, Taken, taken_of, waiting_r
 from energon_bridge.core.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
 
 _BARREN = 1000
-"""Microbatches in a row that hooks may refuse before the stream counts as barren."""
+"""Microbatches in a row that hooks may skip or fail on before the stream counts as barren."""
 
 
 class LaneStage(Protocol):
     """One stage of a lane: `stages_of` says which there are."""
 
     def take(self, counts: Counts) -> Taken:
-        """Return what the next microbatch is made of."""
+        """Return the samples or packs of the next microbatch."""
 
     def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
         """Encode rows of a restored state again; return them without those that no longer encode."""
@@ -43,7 +43,7 @@ class LaneStage(Protocol):
         """Return the rows that wait here, as references."""
 
     def fields(self) -> Mapping[str, Any]:
-        """Return what else the state of the lane says of this stage, by the fields of `LaneState`."""
+        """Return the values of this stage in the state of the lane, by field of `LaneState`."""
 
     def settle(self, counts: Counts) -> None:
         """Get ready for the next microbatch, after one was delivered and before the state is taken."""
@@ -130,7 +130,7 @@ class Lane:
         skip = self._batches_taken if self._batched else 0
         number = self._microbatches - skip
         pipeline.begin(self.number, number)
-        if self._batched:  # restored: what was delivered is left out, and was counted
+        if self._batched:  # restored: batches that were delivered are not made again, and were counted
             taken = taken_of(pipeline, last.made_again(self._batched, counts))
             counts = Counts()
         else:
@@ -253,7 +253,7 @@ class Production:
         return next(self._items)
 
     def close(self) -> None:
-        """End it, and wait for the threads; those of one that is only dropped end by themselves."""
+        """End the stream and wait for its threads; if it is only garbage collected, they end by themselves."""
         self._items.close()
         self._pipeline.close()
 

@@ -213,7 +213,7 @@ class LeafSource:
         self.values.barred = frozenset(index for key, index in barred if key == self.user_key)
 
     def where(self, index: int) -> str:
-        """Name a sample for people."""
+        """Return the dataset, shard and number of a sample as text, for messages."""
         shard, local = self.reader.place_of(index)
         return f"{self.leaf.dataset.path}: shard {shard}, sample {index} (number {local} of the shard)"
 
@@ -431,7 +431,7 @@ class ForeignReader(ShardReader):
             expect_shard(self.dataset, shard)
             self._expected.add(shard)
         rows = [Unreadable(row) if isinstance(row, Exception) else row for row in self._rows.read(indices)]
-        for shard in shards:  # pyarrow has read them
+        for shard in shards:  # pyarrow reads past the store, so the store's own checks are made afterwards
             self.dataset.store.check(self.dataset.shard_names[shard])
         return rows
 
@@ -463,7 +463,7 @@ class RowParser(SampleParser):
 
 
 class _Parts(dict[str, Any]):
-    """The parts of a row, and the accesses that make its fields."""
+    """The parts of a row by name; `fields` has the access that makes each field."""
 
     def __init__(self, parts: dict[str, Any], fields: Any) -> None:
         super().__init__(parts)

@@ -124,6 +124,7 @@ class Loading:
             keys, samples, sizes = self._columns(one, ahead, into)
             return SampleColumns(keys, samples, sizes, [one.leaf] * len(keys))
         self._read_together(spans, ahead)
+        # Spans are by leaf; their draws go back to the places at which they were chosen.
         total = sum(span.high - span.low for span in spans)
         loaded = SampleColumns([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
         for span in spans:

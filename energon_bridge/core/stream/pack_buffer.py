@@ -109,7 +109,7 @@ def pack_rules(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int,
 
 
 def share_of(missing: int, left: int) -> int:
-    """Return what to do now of what is missing, if packs for so many more microbatches are left."""
+    """Return the share of the missing samples to draw or encode now, if packs for `left` more microbatches wait."""
     return -(-max(0, missing) // (left + 1))
 
 
@@ -173,6 +173,7 @@ class PackBuffer:
         left = self.left(draw)
         if left is None:
             return max(0, self.target + more - here)
+        # All that waits and is still drawn of the epoch, in equal parts of at most `target`: this one, rounded up.
         parts = -(-(here + left) // self.target)
         return max(0, min(left, -(-(here + left) // max(1, parts)) + more - here))
 
@@ -214,7 +215,7 @@ class PackBuffer:
         self.members = np.concatenate((self.members, members))
         self._waits = np.concatenate((self._waits, np.zeros(len(members), dtype=np.int64)))
         if self._fresh is None and len(members):
-            self._fresh = int(members[:, 2].min())  # where it matters, later samples are of no earlier epoch
+            self._fresh = int(members[:, 2].min())  # if epochs end a buffer, later samples are of no earlier epoch
 
     def select(self, packs: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
         """Move samples into packs, by their places; return which of the others have now been left over too often."""
@@ -260,7 +261,7 @@ class PackBuffer:
         return sizes, members
 
     def waiting(self) -> BufferedRefs:
-        """Return what waits, as a state has it."""
+        """Return the packs and the buffer as references, as a state has them."""
         packs = len(self.sizes)
         rows = np.zeros((packs + len(self.members), 3), dtype=np.int64)
         rows[:packs, 0], rows[packs:, 0] = Stage.PACK, Stage.BUFFER
@@ -272,7 +273,7 @@ class PackBuffer:
 
 
 def _distinct(pack: Sequence[int], members: Sequence[Sequence[int]]) -> list[int]:
-    """Return the places of a pack but those of samples that are in it before, from another epoch."""
+    """Return the places of a pack without samples that it already has from another epoch."""
     epochs: dict[tuple[int, int], int] = {}
     kept = []
     for place in pack:

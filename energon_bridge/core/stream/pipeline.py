@@ -261,7 +261,7 @@ class Pipeline:
         return self.conventions.batch_number(whole, ranks=self._ranks)
 
     def sample_numbers(self, lane: int) -> Callable[[int], int] | None:
-        """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
+        """Return the function from a draw of a lane to its number for hooks; None: draws are not numbered."""
         if self.own.waits:
             return None
         num_lanes = self.leaves[0].order.num_lanes
@@ -298,7 +298,7 @@ class Pipeline:
         """Decode the deferred images of samples that are about to be packed or batched, on the loading threads."""
         if self.own.posts:
             self.code.now.hook, self.code.now.sample = Hook.DECODE_DEFERRED, None
-            # On an error the members are decoded one by one later, so that only the broken one is lost.
+            # On an error the members are decoded one by one later, so that only the broken one fails.
             with contextlib.suppress(SampleError):
                 decode_deferred(samples, self.loading.map, self.loading.slab_pool.lend)
 
@@ -332,7 +332,7 @@ def real_rows(rows: int) -> torch.Tensor:
 
 
 class RealRows:
-    """Stands for such a mask in a worker: pickled it is the tensor, which is made only where it arrives."""
+    """A mask of real rows in a worker, by their number: unpickling makes the tensor, in the training process."""
 
     __slots__ = ("_rows",)
 

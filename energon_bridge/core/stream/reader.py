@@ -29,6 +29,7 @@ from energon_bridge.core.stores.file_store import follow_links
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005
 _MOST_IN_VAIN = 16
+"""Large samples in a row of which all parts were read after all; later ones are then read at once."""
 _INDEXES_AT_ONCE = 16
 _DAMAGED = (ShortReadError, CorruptShardError, ShardMissingError)
 
@@ -180,12 +181,13 @@ class LeafReader(ShardReader):
 
     def _read(self, indices: IntArray, epochs: IntArray | None) -> list[Any]:
         started = time.perf_counter()
+        # From here on arrays are in order of the samples; `by_place[i]` is the place of the i-th in the answer.
         by_place = np.argsort(indices, kind="stable")
         ordered = indices[by_place]
         shards = self.shards_of(ordered)
         if self._far is not None:
             self._read_indices(shards)
-        local = ordered - (self._ends[shards] - self.dataset.shard_counts[shards])
+        local = ordered - (self._ends[shards] - self.dataset.shard_counts[shards])  # numbers within their shards
         begins = np.empty_like(ordered)
         ends = np.empty_like(ordered)
         new_shards = np.flatnonzero(np.diff(shards)) + 1
@@ -193,6 +195,7 @@ class LeafReader(ShardReader):
             offsets = self._index(int(shards[low]))
             begins[low:high], ends[low:high] = offsets[local[low:high]], offsets[local[low:high] + 1]
         large = self._large(ends - begins)
+        # A run is read as one range: consecutive samples of one shard. Run r has the samples edges[r] to edges[r + 1].
         new_run = (np.diff(ordered) != 1) | (np.diff(shards) != 0) | large[1:] | large[:-1]
         edges = np.concatenate(([0], np.flatnonzero(new_run) + 1, [ordered.size]))
         firsts = edges[:-1]

@@ -54,7 +54,7 @@ class BatchRow:
 def encode_rows(
     pipeline: Pipeline, loads: PendingLoads, counts: Counts, numbers: Iterator[int] | None = None
 ) -> Iterator[list[BatchRow]]:
-    """Encode the loads of some picks, and give the rows of each; `numbers` are those that hooks see of the picks."""
+    """Encode the loads of some picks, and yield the rows of each; `numbers` are the picks' numbers that hooks see."""
     while len(loads):
         loaded = loads.take()
         for leaf, sample, key, size in zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True):
@@ -78,7 +78,7 @@ class Taken(NamedTuple):
 
 
 def taken_of(pipeline: Pipeline, rows: list[BatchRow]) -> Taken:
-    """Return what a microbatch of some rows is made of."""
+    """Return the samples, restore keys and leaves of a microbatch of some rows."""
     samples = [row.content for row in rows]
     keys = [row.key(pipeline) for row in rows]
     leaves = [ref.leaf for row in rows for ref in row.members]

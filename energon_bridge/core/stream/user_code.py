@@ -130,13 +130,13 @@ class OwnHooks:
 
 
 Ref = tuple[int, int, int, int]
-"""Leaf, sample, epoch and output: a `SampleRef`, or a tuple as cheap as can be where every sample needs one."""
+"""Leaf, sample, epoch and output: a `SampleRef`, or a plain tuple, which is cheaper, if every sample needs one."""
 Members = Callable[[], Iterable[tuple[int, int]]]
-"""Returns leaf and index of the samples that a hook works on; asked if it fails, or if the policy wants to know."""
+"""Returns leaf and index of the samples that a hook works on; called only if it fails or the policy needs them."""
 
 
 class Attempt:
-    """``with attempt:`` keeps in `error` what a step raises over one sample; a mistake of the program goes on."""
+    """``with attempt:`` stores in `error` what a step over one sample raises; mistakes of the program go on."""
 
     __slots__ = ("error",)
     passes: ClassVar[tuple[type[BaseException], ...]] = (FatalSampleError,)
@@ -256,7 +256,7 @@ class UserCode:
         return begun
 
     def _outputs(self, begun: BegunDraw) -> list[Any]:
-        """Return what `begin` made of a draw, as if it ran now."""
+        """Return the samples that `begin` made of a draw, or raise its exception."""
         self.now.hook = begun.hook
         self.tally.update(begun.tally)
         if begun.failed:
@@ -380,7 +380,7 @@ class UserCode:
         return None
 
     def _listed(self, value: Any, wanted: str = "the sample") -> list[Any]:
-        """Return the value of the current hook as a list, or all that it yields; `wanted` describes it in errors."""
+        """Return the value that the current hook returned or yielded, as a list; `wanted` describes it in errors."""
         values = list(value) if isinstance(value, GeneratorType) else [value]
         for one in values:
             if one is None:
@@ -533,7 +533,7 @@ class Step:
         self._of_draw = of_draw
 
     def begin(self, hook: Hook, *words: int) -> None:
-        """Say that a hook runs from now on, and seed the generators for it; `words` end the key."""
+        """Note that a hook runs from now on, and seed the generators for it; `words` end the key."""
         now, key, (_, index, epoch, _) = self._now, self._key, self._ref
         now.hook = hook
         if hook.is_single:

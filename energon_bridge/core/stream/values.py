@@ -98,7 +98,7 @@ class Parser:
         self.barred = frozenset[int]()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
-        """Return for each draw [low, high) of a round its key, and what `make` makes of it."""
+        """Return the restore keys, samples (as `make` returns them) and bytes of draws [low, high) of a round."""
         drawn = buffer.indices[low:high]
         indices = drawn.tolist()
         shards = buffer.reader.shards_of(drawn).tolist()
@@ -157,7 +157,8 @@ class SampleParser(Parser):
         parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
         each = zip(raws, shards, strict=True)
         while len(parsed) < len(raws):
-            with attempt:  # of all, and of those left after a failure
+            # `each` is an iterator: after a failure the next attempt goes on with the sample after it.
+            with attempt:
                 for raw, shard in each:
                     found = self._parse(raw, self._parts)
                     parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
