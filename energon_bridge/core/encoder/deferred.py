@@ -1,6 +1,6 @@
 """Deferred images: `SampleDecoder(defer_images=True)` decodes them when they are needed.
 
-Around packing most of what is drawn is far from being delivered. A deferred image keeps the encoded bytes and knows its
+A packing encoder draws many samples long before delivering them. A deferred image keeps the encoded bytes and knows its
 size from their header, which is what a packer needs; `get` decodes. Where an encoder has `postencode_sample`, the
 engine decodes what is still deferred in a sample's fields right before it, all of a pack at once and on its threads;
 what the hook itself gets from stores and lazies is decoded too, so that it never sees a deferred image.
@@ -36,13 +36,13 @@ class Deferred:
         return 0
 
     def decoded(self, memory: np.ndarray | None = None) -> Any:
-        """Return what takes its place before `postencode_sample`, in memory of `num_bytes` if some is given."""
+        """Return the decoded value that replaces it before `postencode_sample`, in memory of `num_bytes` if given."""
         raise NotImplementedError
 
 
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:
     """Return the deferred values in a sample's fields, or in lists there, each with a function that replaces it."""
-    # A pair of what puts the decoded value in place, and the deferred one.
+    # Pairs of the function that stores the decoded value in its place, and the deferred value.
     found: list[tuple[Callable[[Any], None], Deferred]] = []
     for name, value in field_items(sample):
         if isinstance(value, Deferred):

@@ -197,13 +197,13 @@ def _zeros(size: int) -> str:
 # Columns and texts ---------------------------------------------------------------------------------------------------
 #
 # A *column* is the differences of integers, as little-endian integers of 1, 2, 4 or 8 bytes, zlib, base64, with the
-# number of bytes in front ("2,…"). A *text* is the zlib'd, base85 JSON of a list of strings. Whoever reads one says how
-# long it must be, and no more than that is unpacked: a damaged or hostile state costs no memory.
+# number of bytes in front ("2,…"). A *text* is zlib'd, base85 JSON of a list of strings. Its reader knows the length
+# that it must have, and no more than that is unpacked: a damaged or hostile state costs no memory.
 
 LONGEST_COLUMN = 1 << 25
 """Integers that a column may have: far more than the samples that wait in any run."""
 _LONG_COLUMN = 4096
-"""From so many integers on, time counts for more than the last bytes."""
+"""From so many integers on, zlib compresses faster instead of smaller."""
 _STRING_BYTES = 1 << 16
 
 

@@ -79,11 +79,11 @@ class Position(ABC):
 
     @abstractmethod
     def units(self, began: int) -> Iterator[tuple[int, int]]:
-        """Give the units of the rank from here on, each with its worker; a pass was divided at microbatch `began`."""
+        """Yield the units of the rank from here on, each with its worker; a pass was divided at microbatch `began`."""
 
     @abstractmethod
     def _stream(self, pipeline: Pipeline) -> Stream:
-        """Return what makes the units of one process, of which the pipeline is."""
+        """Return the stream that makes the units of one process; the pipeline is that of the process."""
 
     @property
     def is_over(self) -> bool:
@@ -126,7 +126,7 @@ class Position(ABC):
         self.epoch_steps += self.plan.data.settings.virtual_epoch_length is not None
 
     def stream(self, watchdog: WatchdogSettings | None = None, worker: WorkerFacts | None = None) -> Stream:
-        """Return what makes the units of this process from here on (see `open_pipeline`)."""
+        """Return the stream that makes the units of this process from here on (see `open_pipeline`)."""
         return self._stream(open_pipeline(self.plan, None, self._delivered(), watchdog, worker))
 
     def copied(self) -> Self:
@@ -157,7 +157,7 @@ class Position(ABC):
             lanes[lane] = item.state
         counted = Counter[int]()
         for number, state in lanes.items():
-            # What waits in a buffer that lanes share counts once.
+            # Samples in a buffer that lanes share count once.
             shared = state.dealt and number >= self.plan.streams
             held = state.held.only(Stage.PACK) if shared else state.held
             counted.update(held.members[:, 0].tolist())
@@ -317,7 +317,7 @@ class Position(ABC):
                     state if draws == state.leaf_draws else dataclasses.replace(state, leaf_draws=draws, sums=sums)
                 )
                 continue
-            # In another mix nobody knows which leaf a half-used draw came from, so it is drawn again.
+            # In another mix the leaf of a half-used draw is unknown, so the draw is made again.
             draw = state.draw + (state.taken > 0)
             self.lanes[number] = dataclasses.replace(
                 state,

@@ -88,9 +88,9 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self._delivery = self._delivery_kind(dataset, config, watchdog)
         workers = config.num_workers
         with warnings.catch_warnings():
-            # DataLoader would say of every loader that the machine has fewer cores; `advise` does, once.
+            # DataLoader would warn of every loader that the machine has fewer cores; `advise` warns once.
             warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
-            # Trainers ask whether a loader is a DataLoader, and of one for these. Nothing of DataLoader's ever runs.
+            # Trainers check that a loader is a DataLoader, and read these attributes. No code of DataLoader ever runs.
             super().__init__(
                 _NoSamples(),
                 batch_size=None,
@@ -165,7 +165,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return self._delivery.pins
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        """Return what a worker of this loader is to do, from what was delivered on."""
+        """Return the work of a worker of this loader, beginning after what was delivered."""
         return self._delivery.work(worker, barred, careful)
 
     def leaves(self) -> Sequence[Leaf]:

@@ -339,7 +339,7 @@ class DatasetOpener:
         trust_remote_code: Allow the datasets' own code to run.
         index: The index from an earlier start; new entries are added to it.
         read_timeout_seconds: Time after which a second read is started beside the first; None: no limit.
-        warn: Called with what is doubtful in a split file.
+        warn: Called with each doubt about a split file, as text.
     """
 
     def __init__(

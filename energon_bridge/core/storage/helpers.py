@@ -1,5 +1,5 @@
-"""What threads and forks share badly: pools that rest while a worker is forked, daemon threads for blocking calls, and
-values that each process makes for itself.
+"""Threads beside forks: pools that rest while a worker is forked, daemon threads for blocking calls, and values that
+each process makes for itself.
 
 Invariant: no job of a `Threads` runs in the block of `at_rest`, which forks, unless its warning says so. A fork has the
 locks that a job holds, also those inside libraries (SQLite's allocator has one), and no thread that releases them.
@@ -32,8 +32,8 @@ _running = 0
 class PerProcess(Generic[_T]):
     """A value that each process makes when it first asks for it, such as a lock.
 
-    A fork copies locks that threads of its parent hold, and what these threads are in the middle of; it has none of
-    the threads. So it drops the copy.
+    A fork copies locks that threads of its parent hold, and values that these are changing, but no threads, so such a
+    lock is never released. The fork therefore drops the copy and makes its own.
     """
 
     __slots__ = ("_made", "_make")
@@ -48,7 +48,7 @@ class PerProcess(Generic[_T]):
         try:
             return self._made[process]
         except KeyError:
-            value = self._made.setdefault(process, self._make())  # if threads come at once, that of the first
+            value = self._made.setdefault(process, self._make())  # if threads ask at once, the first's
             self._made = {process: value}
             return value
 
@@ -74,7 +74,7 @@ def _counted(job: list[Callable[[], _T]]) -> _T:
     with _rest:
         _running += 1
     try:
-        return job.pop()()  # what the job was the last to refer to is destroyed here, while it counts as running
+        return job.pop()()  # destroys what only the job referred to, while it still counts as running
     finally:
         with _rest:
             _running -= 1

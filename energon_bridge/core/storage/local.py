@@ -166,7 +166,7 @@ class OpenFiles:
                     raise
 
     def _let_go(self) -> int:
-        """Close the half of the files that were read longest ago, and keep fewer from then on; return their number."""
+        """Close the half of the files that were read longest ago, and keep fewer from now on; return their number."""
         with self._lock():
             count = -(-len(self._files) // 2)
             for _ in range(count):
