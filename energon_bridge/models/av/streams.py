@@ -352,7 +352,7 @@ class VideoReader:
         return shown
 
     def _settle(self) -> None:
-        """Forget the frames decoded before the packets jumped."""
+        """Forget decoded frames if the packets have jumped since: they are no neighbours of those to come."""
         if self._landings != self.packets.landings:
             self._landings = self.packets.landings
             self._ready.clear()
@@ -360,9 +360,9 @@ class VideoReader:
             self._prime()
 
     def _prime(self) -> None:
-        """Tell the decoder of H.264 which x264 has encoded the file, which only the first packet says.
+        """Give the decoder of H.264 the version of x264 that encoded the file, which only the first packet has.
 
-        It follows the faults of some versions, as of full chroma before 151; else frames after a seek are garbage.
+        FFmpeg reproduces faults of some versions, as of 4:4:4 before 151: else frames after a seek are garbage.
         """
         context = self.packets.stream.codec_context
         if context.name == "h264" and not context.is_open:

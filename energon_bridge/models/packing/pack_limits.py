@@ -26,7 +26,7 @@ _LENGTHS = re.compile(
     r"window|chunk|block|floor|(?<!attn_)(?<!logit_)scale$|original_max|max_position|n_positions|max_seq|context_l|"
     r"index_topk|index_top_k|local|extent|bucket|distance|segment|compress|span|stride|period|num_hashes"
 )
-"""Names of lengths: of windows, chunks, blocks, scales of positions, and how many tokens are chosen."""
+"""Names of lengths in configurations: attention windows, chunks, blocks, scaled positions, numbers of chosen tokens."""
 _MEDIA = re.compile(r"(vision|visual|image|audio|speech|video)\w*_config$")
 """Parts of a configuration whose lengths are not those of text."""
 _MOST = ("max_position_embeddings", "n_positions", "max_seq_len")
