@@ -138,7 +138,7 @@ _SHOWS: Mapping[str, Callable[[memoryview], bool]] = {"vp8": _vp8_shows, "vp9": 
 # Fields ---------------------------------------------------------------------------------------------------------------
 
 _HIGH_PROFILES = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)
-"""Profiles of H.264 whose parameter sets tell the chroma format, and may have scaling lists."""
+"""Profiles of H.264 whose parameter sets contain the chroma format, and perhaps scaling lists (7.3.2.1.1)."""
 
 
 def _may_have_fields(extradata: bytes) -> bool:

@@ -43,7 +43,7 @@ _MOST_REORDERED = 20
 
 
 class PacketsDifferError(Exception):
-    """The packets of a video do not tell its frames. Never reaches users: the video is decoded from its beginning."""
+    """Packets and frames of a video do not agree. Never reaches users: the video is decoded from its beginning."""
 
 
 class Packets:
@@ -482,7 +482,7 @@ def turn_of(frame: Any) -> FrameTurn:
 
 
 _said_turned: set[bool] = set()
-"""Whether a turned video was turned, of those for which a warning was logged in this process."""
+"""The kinds of rotated videos (rotated by us or not) for which this process has logged its warning."""
 
 
 def _say_turned(name: str, autorotate: bool) -> None:

@@ -258,7 +258,7 @@ def _lay_out(turns: Sequence[Turn], layout: TurnLayout, template: ConversationTe
 
 
 def _render_chat(turns: Sequence[Turn], renderer: ChatRenderer) -> Iterator[Piece]:
-    """Yield the text up to the last answer; which of it is learned, `templates` says."""
+    """Yield the text up to the last answer in pieces, shown or learned, by the chat template (see `templates`)."""
     last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
     said = [Turn(turn.role, (Part("text", turn.text),), learned=turn.learned) for turn in turns[: last + 1]]
     text, spans = renderer.rendered(Conversation(turns=said))

@@ -29,7 +29,7 @@ from energon_bridge.models.conversations.conversation import MediaWithOptions
 from energon_bridge.models.conversations.segments import MediaOptions
 
 _INEXACT_SECONDS = 0.2
-"""How far the length of a sound may be from what its headers tell: by the padding of a codec, and what it cuts off."""
+"""By how many seconds a sound may be longer or shorter than in its headers: codecs pad, and cut off, samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -148,7 +148,7 @@ def _size(target: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
-    """Return the extension of an image from its first bytes; None if it is not an image."""
+    """Return the extension for an image by its first bytes; None if it is not an image."""
     known = _format_of(data)
     return None if known is None or not IMAGE_EXTENSIONS.issuperset(known.extensions) else known.extensions[0]
 
@@ -247,7 +247,7 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 def as_alpha_says(image: Image.Image, alpha: Alpha) -> Image.Image:
-    """Return an image in RGB, with what `alpha` says of its transparency."""
+    """Return an image in RGB, its transparency dropped or replaced by white, as `alpha` asks."""
     if alpha == "drop" or not is_transparent(image, keys=alpha != "white, no key"):
         return image if image.mode == "RGB" else image.convert("RGB")
     if alpha == "keep":

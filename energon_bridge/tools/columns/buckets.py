@@ -68,7 +68,7 @@ class Buckets:
     of_leaf: Mapping[str, int]
 
     def smaller(self, microbatches: int) -> tuple[str, ...]:
-        """Return what to say of the buckets that have fewer samples than so many microbatches."""
+        """Return a complaint about each bucket with fewer samples than `microbatches` microbatches take."""
         buckets = zip(self.names, self.rows, self.samples, strict=True)
         return tuple(
             f"bucket {name} has {counted(samples, 'sample')}, fewer than the {rows * microbatches:,} of a global batch"

@@ -303,7 +303,7 @@ def _names_sample(name: str) -> bool:
 
 
 def _said(part: str, data: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield what a part says, with the name that it counts under."""
+    """Yield the contents of a part that count for its hash, each with the name that it counts under."""
     place, _, extension = part.rpartition(".")
     if kind_by_name(f".{extension}") is not None:
         yield place, bytes(data)  # with whatever extension

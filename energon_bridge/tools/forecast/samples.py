@@ -71,7 +71,7 @@ class KeyNames:
             self._scratch.cleanup()
 
     def key_of(self, dataset: PreparedDataset, shard: str, index: int) -> str | None:
-        """Return the key of a sample; None if no key index tells it: shard and index say it as well."""
+        """Return the key of a sample; None without a key index: shard and index name the sample, too."""
         place = dataset.path, shard
         keys = self._shards.get(place)
         if keys is not None:
