@@ -429,7 +429,7 @@ class Pixels:
         """Return the pixels of a frame, (height, width, 3)."""
         turn = turn_of(frame)
         if turn is not _UPRIGHT and (turn.is_odd or not self._autorotate):
-            _say_turned(self._name, self._autorotate)
+            _warn_turned(self._name, self._autorotate)
         if not self._autorotate:
             turn = _UPRIGHT
         size = (frame.height, frame.width) if turn.quarters % 2 else (frame.width, frame.height)
@@ -481,14 +481,14 @@ def turn_of(frame: Any) -> FrameTurn:
     return _UPRIGHT if turn == _UPRIGHT else turn
 
 
-_said_turned: set[bool] = set()
+_warned_turned: set[bool] = set()
 """The kinds of rotated videos (rotated by us or not) for which this process has logged its warning."""
 
 
-def _say_turned(name: str, autorotate: bool) -> None:
-    if autorotate in _said_turned:
+def _warn_turned(name: str, autorotate: bool) -> None:
+    if autorotate in _warned_turned:
         return
-    _said_turned.add(autorotate)
+    _warned_turned.add(autorotate)
     if autorotate:
         logger.warning("the video of %s is turned by no whole quarters: the nearest are used", name or "a file")
         return

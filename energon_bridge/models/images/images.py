@@ -441,17 +441,17 @@ _NEWS = {
     "wide": "have values of 16 or 32 bits, which Pillow clips to 0 to 255, so most pixels become white or black. Scale "
     "them to 8 bits before training, or, for PNGs, decode with image_backend='torchcodec', which scales them",
 }
-"""What is said once in a process, for images with one extension."""
-_said: set[tuple[str, str]] = set()
+"""Warnings that are logged once in a process for all images with one extension."""
+_warned: set[tuple[str, str]] = set()
 
 
 def _is_news(what: str, part: str) -> bool:
-    return (what, part.rpartition(".")[2]) not in _said
+    return (what, part.rpartition(".")[2]) not in _warned
 
 
 def _say(what: str, part: str) -> None:
     if _is_news(what, part):
-        _said.add((what, part.rpartition(".")[2]))
+        _warned.add((what, part.rpartition(".")[2]))
         logger.warning("images in part %r %s", part, _NEWS[what])
 
 
