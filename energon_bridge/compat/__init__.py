@@ -98,7 +98,7 @@ class Finder(MetaPathFinder):
         return ModuleSpec(fullname, _Maker(self._modules), is_package=is_package, origin="energon_bridge.compat")
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
-        """Yield what `importlib.metadata` says of megatron-energon: its version as `__version__` has it."""
+        """Yield megatron-energon's metadata for `importlib.metadata`, with the version that `__version__` has."""
         name = None if context is None else context.name
         if name is None or re.sub(r"[-_.]+", "-", name).lower() == DISTRIBUTION:
             yield _Installed()

@@ -93,7 +93,7 @@ class BaseWebdatasetFactory(BaseCoreDatasetFactory, WebdatasetPreparator):
 
     @classmethod
     def __dataset_code__(cls, path: str, document: dict[str, Any]) -> DatasetCode | None:
-        """Return what runs of a derived class; None for one that only says its type of samples."""
+        """Return the code of a derived class that must run for its samples; None if it only names their type."""
         own = [name for name in _NOT_RUN if hasattr(cls, name)]
         if own:
             raise MetadataError(

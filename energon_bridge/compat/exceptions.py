@@ -20,7 +20,7 @@ SYSTEM_EXCEPTIONS = (
 
 
 class SampleException(errors.SampleError, ValueError):  # noqa: N818 - the name that energon users know
-    """User code says that a sample is bad."""
+    """Raised by user code for a bad sample."""
 
     @classmethod
     def from_sample_key(cls, sample_key: str) -> SampleException:

@@ -60,9 +60,9 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
     """A `ChatTemplateTaskEncoder` whose batches are the dicts that Megatron-Bridge's steps read.
 
     Args:
-        tokenizer: As there.
-        family: As there.
-        config: As there.
+        tokenizer: As of `ChatTemplateTaskEncoder`.
+        family: As of `ChatTemplateTaskEncoder`.
+        config: As of `ChatTemplateTaskEncoder`.
         pack_batches_to_multiple_of: Pack the samples of each microbatch into one row, each padded to a multiple of
             this; None: one row per sample.
         visual_keys: Media fields to keep; None: all.

@@ -76,9 +76,9 @@ def _lightning_base() -> type:
 
 
 ReplicaLoading = Literal["every_rank", "one_rank"]
-"""Which ranks of a replica load."""
+"""Whether each rank of a replica loads its batches, or one loads them and sends them to the others."""
 BalanceMode = Literal["none", "global_batch"]
-"""The span within which the data-parallel ranks exchange microbatches."""
+"""Whether data-parallel ranks exchange the microbatches of a global batch, to have equal work."""
 
 _Base: Any = _lightning_base()
 _Arguments = ParamSpec("_Arguments")

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressReporter(Callback):
-    """Log loss, speed and the share of time spent waiting for data, and record the losses.
+    """Write the training line (loss, speed, share of time spent waiting for data), and record losses in metrics.jsonl.
 
     Losses stay on the device until they are reported, so that no step waits for the accelerator.
     """
@@ -240,7 +240,7 @@ def read_metric(path: Path, name: str) -> dict[int, float]:
 
 
 def rate(samples_per_second: float) -> str:
-    """Return a rate as a log line says it: of slow steps not as 0."""
+    """Format samples per second for the training line, with enough digits that slow steps are not 0."""
     return f"{samples_per_second:.0f}" if samples_per_second >= 10 else f"{samples_per_second:.2g}"
 
 

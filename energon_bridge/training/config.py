@@ -353,7 +353,7 @@ _NOT_NEGATIVE = {
     **dict.fromkeys(("data.balance_attention", "data.balance_patches", "data.balance_warmup"), ""),
     **dict.fromkeys(("optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm"), ""),
 }
-"""Numbers of at least 0, with what is said of special ones."""
+"""Settings that are numbers of at least 0, with the text on the meaning of 0 or null for messages."""
 _CHOICES = {
     "trainer": ("lightning", "megatron"),
     "model.init": ("pretrained", "random"),

@@ -167,7 +167,7 @@ class AVDecoder:
         return self._video
 
     def _reading(self, media: MediaFile, read: Callable[[Callable[[], FrameReader]], T]) -> T:
-        """Read the video, by its packets or, if they turn out not to tell its frames, from its beginning."""
+        """Call `read` with a reader by packets; if they do not fit the frames, with one that decodes from the start."""
         try:
             return read(lambda: self._video_of(media))
         except PacketsDifferError:
@@ -186,7 +186,7 @@ class AVDecoder:
         return MediaFile(self._file(), self.name).container
 
     def _head(self) -> bytes:
-        """Return the first bytes of the file if they cost nothing, or its name says that they tell something."""
+        """Return the first bytes of the file if reading them is free, or its extension calls for a look at them."""
         stream = self.stream
         if isinstance(stream, bytes):
             return stream[:HEAD_BYTES]
@@ -522,7 +522,7 @@ class AVDecoder:
         return self._reading(media, lambda reader: video_metadata(media, reader, **asked))
 
     def _turn(self, media: MediaFile) -> FrameTurn:
-        """Return how the video is turned, which only a decoded frame tells."""
+        """Return how the video is to be rotated and mirrored: known from a decoded frame only."""
         self._video = self._audio = None
         first = [(0, 0)]
         made, _ = self._reading(

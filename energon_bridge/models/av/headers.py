@@ -68,7 +68,7 @@ def shows_frame(codec: str) -> Callable[[Any], bool] | None:
 
 
 def _vp8_shows(data: memoryview) -> bool:
-    return bool(data[0] >> 4 & 1)
+    return bool(data[0] >> 4 & 1)  # the bit show_frame, after one of the type and three of the version (RFC 6386, 9.1)
 
 
 def _vp9_shows(data: memoryview) -> bool:
@@ -82,7 +82,10 @@ def _vp9_shows(data: memoryview) -> bool:
 
 
 def _vp9_frames(data: memoryview) -> Iterator[int]:
-    """Yield where the frames of a packet begin: several are a superframe, whose index is at its end."""
+    """Yield where the frames of a packet begin: several are a superframe, whose index is at its end (VP9, annex B).
+
+    The index is the mark (bits 110, size of an entry - 1 in two bits, frames - 1 in three), sizes, and the mark again.
+    """
     mark = data[-1]
     count = (mark & 7) + 1
     width = (mark >> 3 & 3) + 1
@@ -135,24 +138,26 @@ _SHOWS: Mapping[str, Callable[[memoryview], bool]] = {"vp8": _vp8_shows, "vp9": 
 # Fields ---------------------------------------------------------------------------------------------------------------
 
 _HIGH_PROFILES = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)
-"""Profiles of H.264 whose parameter sets tell the chroma format, and may have scaling lists."""
+"""Profiles of H.264 whose parameter sets contain the chroma format, and perhaps scaling lists (7.3.2.1.1)."""
 
 
 def _may_have_fields(extradata: bytes) -> bool:
     """Whether the first sequence parameter set of H.264 allows fields (frame_mbs_only_flag 0), or is not there."""
+    # As MP4 has them (avcC, ISO/IEC 14496-15): a count in five bits, then each with its length; else by start codes.
     if extradata[:1] == b"\1" and len(extradata) > 8 and extradata[5] & 31:
         unit = extradata[8 : 8 + int.from_bytes(extradata[6:8], "big")]
     else:
         units = (unit for unit in extradata.split(b"\0\0\1") if unit and unit[0] & 31 == 7)
         unit = next(units, b"")
     try:
+        # Without the bytes 3 that keep start codes out of the data (emulation prevention, H.264 7.4.1).
         return not _frames_alone(_Bits(unit[1:].replace(b"\0\0\3", b"\0\0")))
     except IndexError:
         return True
 
 
 class _Bits:
-    """Reads bits, and numbers of H.264, in Exp-Golomb codes."""
+    """Reads bits, and numbers in Exp-Golomb codes (H.264, 9.1)."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -167,14 +172,14 @@ class _Bits:
         return value
 
     def unsigned(self) -> int:
-        """Return the next unsigned number."""
+        """Return the next unsigned number: n zeros, a one, and n bits, less one."""
         zeros = 0
         while not self.take():
             zeros += 1
         return (1 << zeros) - 1 + self.take(zeros)
 
     def signed(self) -> int:
-        """Return the next signed number."""
+        """Return the next signed number: 0, 1, -1, 2, -2, ... for the unsigned 0, 1, 2, 3, 4, ..."""
         value = self.unsigned()
         return (value + 1) // 2 if value & 1 else -(value // 2)
 

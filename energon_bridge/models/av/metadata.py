@@ -29,7 +29,7 @@ from energon_bridge.models.av.streams import FrameReader
 _EXACT_DURATIONS = ("pcm_", "flac", "alac", "wavpack")
 """Codecs whose packets have exactly the duration of their samples."""
 _BROADCAST_SECONDS = 1
-"""How much of the end of a broadcast is read: after a seek into one, times are wrong up to the next that it tells."""
+"""How much of a broadcast's end is read: after a seek, times are wrong up to the next packet that has one."""
 _CUT_OFF_SECONDS = Fraction(1, 2)
 """If the headers claim this much more than any stream has, the file is cut off."""
 

@@ -43,7 +43,7 @@ _MOST_REORDERED = 20
 
 
 class PacketsDifferError(Exception):
-    """The packets of a video do not tell its frames. Never reaches users: the video is decoded from its beginning."""
+    """Packets and frames of a video do not agree. Never reaches users: the video is decoded from its beginning."""
 
 
 class Packets:
@@ -352,7 +352,7 @@ class VideoReader:
         return shown
 
     def _settle(self) -> None:
-        """Forget the frames decoded before the packets jumped."""
+        """Forget decoded frames if the packets have jumped since: they are no neighbours of those to come."""
         if self._landings != self.packets.landings:
             self._landings = self.packets.landings
             self._ready.clear()
@@ -360,9 +360,9 @@ class VideoReader:
             self._prime()
 
     def _prime(self) -> None:
-        """Tell the decoder of H.264 which x264 has encoded the file, which only the first packet says.
+        """Give the decoder of H.264 the version of x264 that encoded the file, which only the first packet has.
 
-        It follows the faults of some versions, as of full chroma before 151; else frames after a seek are garbage.
+        FFmpeg reproduces faults of some versions, as of 4:4:4 before 151: else frames after a seek are garbage.
         """
         context = self.packets.stream.codec_context
         if context.name == "h264" and not context.is_open:
@@ -429,7 +429,7 @@ class Pixels:
         """Return the pixels of a frame, (height, width, 3)."""
         turn = turn_of(frame)
         if turn is not _UPRIGHT and (turn.is_odd or not self._autorotate):
-            _say_turned(self._name, self._autorotate)
+            _warn_turned(self._name, self._autorotate)
         if not self._autorotate:
             turn = _UPRIGHT
         size = (frame.height, frame.width) if turn.quarters % 2 else (frame.width, frame.height)
@@ -481,14 +481,14 @@ def turn_of(frame: Any) -> FrameTurn:
     return _UPRIGHT if turn == _UPRIGHT else turn
 
 
-_said_turned: set[bool] = set()
-"""Whether a turned video was turned, of those for which a warning was logged in this process."""
+_warned_turned: set[bool] = set()
+"""The kinds of rotated videos (rotated by us or not) for which this process has logged its warning."""
 
 
-def _say_turned(name: str, autorotate: bool) -> None:
-    if autorotate in _said_turned:
+def _warn_turned(name: str, autorotate: bool) -> None:
+    if autorotate in _warned_turned:
         return
-    _said_turned.add(autorotate)
+    _warned_turned.add(autorotate)
     if autorotate:
         logger.warning("the video of %s is turned by no whole quarters: the nearest are used", name or "a file")
         return

@@ -407,7 +407,7 @@ def check_keys(content: Conversation, unused: Sequence[str], named: set[str], wh
 
 
 def name_empty_answers(content: Conversation) -> None:
-    """Warn, once, of an answer that says nothing: the model learns to end where it should speak."""
+    """Warn, once, of an empty answer: the model would learn to end its turn at once."""
     empty = [one for one in content.turns if one.role == "assistant" and one.learned and not one.text.strip()]
     if empty and any(not any(map(one.keys.get, _SAYING)) for one in empty):
         why = "so the model learns to say nothing there; leave such samples out, or give the turns weight=0"

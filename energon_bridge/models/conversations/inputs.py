@@ -306,9 +306,9 @@ def check_packing(
 
     The first sample changes: its tokens, and whether they are of an image, of a model that takes their types. (Gemma 3
     of transformers 5.23 reads the types of a later sample from the first one, in its layers with a sliding window.)
-    The copy, on the CPU in a second, compares samples beyond every window, block and scale that the configuration
-    names with each alone: Llama 4 scales queries by their place in the row, sparse attention may choose from other
-    samples, and with `longrope` one long sample changes all others (see `pack_limits`).
+    The copy, on the CPU in a second, compares samples beyond every length that the configuration names (attention
+    windows, blocks, scales) with each alone: Llama 4 scales queries by their place in the row, sparse attention may
+    choose from other samples, and with `longrope` one long sample changes all others (see `pack_limits`).
 
     Args:
         model: A model of transformers.

@@ -184,7 +184,7 @@ def render(
         pieces = list(content.pieces)
         last = pieces.pop().text if pieces[-1].learned else ""
         return Rendered([*pieces, _ended(last, template, has_special_tokens=False)], False)
-    turns = _said(content, config.image_token.token_str)
+    turns = _text_turns(content, config.image_token.token_str)
     if not any(turn.role == "assistant" and turn.learned for turn in turns):
         raise SampleError("the conversation has no answer to learn")
     if template.system and turns[0].role != "system":
@@ -216,7 +216,7 @@ _ROLES = ("system", "user", "assistant")
 _named: set[str] = set()
 
 
-def _said(content: Conversation, placeholder: str) -> list[Turn]:
+def _text_turns(content: Conversation, placeholder: str) -> list[Turn]:
     """Return the turns with texts for contents. Raises SampleError for what no layout writes."""
     if content.videos:
         raise SampleError("a conversation with videos needs a chat template: set data.chat_template")
@@ -258,7 +258,7 @@ def _lay_out(turns: Sequence[Turn], layout: TurnLayout, template: ConversationTe
 
 
 def _render_chat(turns: Sequence[Turn], renderer: ChatRenderer) -> Iterator[Piece]:
-    """Yield the text up to the last answer; which of it is learned, `templates` says."""
+    """Yield the text up to the last answer in pieces, shown or learned, by the chat template (see `templates`)."""
     last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
     said = [Turn(turn.role, (Part("text", turn.text),), learned=turn.learned) for turn in turns[: last + 1]]
     text, spans = renderer.rendered(Conversation(turns=said))

@@ -145,7 +145,7 @@ class ChatTemplate:
         except SampleError:
             if messages[first]["role"] != self.roles[1]:
                 raise
-            question = {"role": self.roles[0], "content": self._said(self.roles[0], "")}
+            question = {"role": self.roles[0], "content": self._as_content(self.roles[0], "")}
             try:
                 return find(
                     [*messages[:first], question, *messages[first:]],
@@ -246,7 +246,7 @@ class ChatTemplate:
         until = self.text(messages[:1], tools)
         header = self.text(messages[:1], tools, add_generation_prompt=True)[len(until) :]
         role = self.roles[1]
-        firsts = [[{"role": role, "content": self._said(role, text)}] for text in ("x", "y")]
+        firsts = [[{"role": role, "content": self._as_content(role, text)}] for text in ("x", "y")]
         opening = commonprefix([self.text(first, tools) for first in firsts])  # noqa: RUF071 by characters
         if header not in opening:
             raise UnfitSampleError(
@@ -317,18 +317,18 @@ class ChatTemplate:
         user, assistant = self.roles
         turns = [{"role": role, "content": content}]
         if role != user:
-            turns.insert(role in BEFORE_ALL, {"role": user, "content": self._said(user, "q")})
+            turns.insert(role in BEFORE_ALL, {"role": user, "content": self._as_content(user, "q")})
         if role not in (user, assistant, *BEFORE_ALL):
             function = {"name": "probe", "arguments": {} if arguments is None else arguments}
             calls = [{"id": "call12345", "type": "function", "function": function}]
-            turns.insert(1, {"role": assistant, "content": self._said(assistant, ""), "tool_calls": calls})
+            turns.insert(1, {"role": assistant, "content": self._as_content(assistant, ""), "tool_calls": calls})
             turns[-1] |= {"tool_call_id": "call12345", "name": "probe"}
         try:
             return self.text(turns, add_generation_prompt=True)
         except Exception:  # a template that does not take this form may raise anything
             return ""
 
-    def _said(self, role: str, text: str) -> Any:
+    def _as_content(self, role: str, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.takes_parts(role) else text
 
 

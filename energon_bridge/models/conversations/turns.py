@@ -355,7 +355,7 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
 
 
 def has_empty_answer(entry: Mapping[str, Any]) -> bool:
-    """Return whether an answer of a conversation that is learned says nothing. Raises SampleError as `read_turns`."""
+    """Return whether an answer that would be learned is an empty text. Raises SampleError as `read_turns`."""
     for turn in read_turns(entry) or ():
         role = ROLES.get(_role_name(turn) or "")
         content = _content(turn)
@@ -511,7 +511,7 @@ def _short(value: Any) -> str:
 
 
 def has_preferences(entry: Mapping[str, Any], *, tags_only: bool = False) -> bool:
-    """Return whether an entry says which of its answers are preferred, or with a tag whether its answer is."""
+    """Return whether an entry marks which of its answers is preferred, or has a tag of preference on its only one."""
     return any(name in _TAGS or not tags_only for name in _preferences(entry))
 
 

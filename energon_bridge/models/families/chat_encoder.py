@@ -624,7 +624,7 @@ def _with_template(config: ChatConfig | None, template: Any) -> ChatConfig:
 
 
 def _text_with(segments: Sequence[TextPiece], media: int) -> str:
-    """Return the text of a sample up to the first medium after so many."""
+    """Return the text of a sample before its medium number `media`, from 0; all of it if there are fewer."""
     places = [number for number, segment in enumerate(segments) if segment.media is not None]
     return "".join(segment.text for segment in segments[: places[media] if media < len(places) else None])
 

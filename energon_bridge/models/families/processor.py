@@ -307,7 +307,7 @@ class ProcessorFamily:
 
 
 def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | None:
-    """Return what cannot be part of a batch, of the values of a processor for texts of so many tokens."""
+    """Return a phrase on the first result of a processor that cannot be batched; `tokens` are the lengths of texts."""
     for key, value in made[0].items():
         if not isinstance(value, Tensor):
             return f"{key!r} as {type(value).__name__}, which cannot be joined in a batch"

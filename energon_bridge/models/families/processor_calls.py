@@ -117,7 +117,7 @@ class ProcessorCalls:
         return timed
 
     def step_seconds(self, video: VideoFrames) -> float | None:
-        """Return the seconds between temporal patches; None if nothing says them."""
+        """Return the seconds between temporal patches; None if they are unknown."""
         return int(self.processor.video_processor.temporal_patch_size) / video.rate if video.rate else None
 
     def _takes_nested(self) -> bool:
@@ -156,7 +156,7 @@ class ProcessorCalls:
         return self.called(text, processor=processor, **media)
 
     def written(self, kind: Kind, size: MediumSize, times: Sequence[float] | None = None, count: int = 1) -> str:
-        """Return what the processor writes for a blank medium, the first of so many."""
+        """Return the text that the processor writes for a blank medium, the first of `count`."""
         places: list[Mapping[str, Any]] = []
         watched = copy(self.processor)
 
@@ -191,7 +191,7 @@ def sources_of(plans: Sequence[Plan], videos: Sequence[VideoFrames]) -> list[int
 
 
 def times_of(video: VideoFrames, count: int) -> list[float]:
-    """Return the times of frames, at 24 a second if nothing says them, as the processors do."""
+    """Return the times of frames in seconds; if unknown, at 24 frames a second, as processors of transformers do."""
     times = list(video.timestamps or [number / (video.fps or 24) for number in range(count)])
     if len(times) != count:
         raise SampleError(f"a video has {count} frames but {len(times)} timestamps")

@@ -319,7 +319,7 @@ class ProcessorPlans:
 def _counting(
     counted: Callable[[MediumSize], int], sizes: Sequence[MediumSize], plans: Sequence[Plan]
 ) -> Writing | None:
-    """Return how to plan by a count, if it says all that differs between the plans of some sizes."""
+    """Return the rule that plans by a count, if the plans of some sizes differ in that count only; else None."""
     one = plans[0]
     if not one.token_ids or any((plan.text, len(plan.runs)) != (one.text, 1) for plan in plans):
         return None

@@ -39,7 +39,7 @@ class ModelPositions:
 
     @property
     def hear_videos(self) -> bool:
-        """Whether they tell videos with sound from those without."""
+        """Whether the positions of a video depend on whether it has sound."""
         return "use_audio_in_video" in self.takes
 
     def of_sample(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:

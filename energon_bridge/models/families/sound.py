@@ -29,7 +29,7 @@ from energon_bridge.models.conversations.conversation import MediaWithOptions
 from energon_bridge.models.conversations.segments import MediaOptions
 
 _INEXACT_SECONDS = 0.2
-"""How far the length of a sound may be from what its headers tell: by the padding of a codec, and what it cuts off."""
+"""By how many seconds a sound may be longer or shorter than in its headers: codecs pad, and cut off, samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class Sound:
 
     @property
     def duration(self) -> float:
-        """Seconds."""
+        """Length in seconds."""
         return self.own_length / self.own_rate
 
     @property
@@ -73,7 +73,7 @@ class Sound:
         return self.decoder is None or isinstance(self.decoder.stream, bytes | ByteRange)
 
     def until(self, seconds: float | None) -> Sound:
-        """Return the sound up to a time from its beginning; None: the whole."""
+        """Return the first `seconds` of the sound; None: all of it."""
         length = self.own_length if seconds is None else max(1, int(seconds * self.own_rate))
         if length >= self.own_length:
             return self
@@ -91,7 +91,7 @@ class Sound:
 
     def _decoded(self) -> np.ndarray:
         assert self.decoder is not None
-        decoder = copy(self.decoder) if self.alone else self.decoder  # samples may share one
+        decoder = copy(self.decoder) if self.alone else self.decoder  # several samples, on other threads, may share one
         planned = self.own_length - self.lead
         if not planned:
             return np.zeros(self.lead, np.float32)
@@ -158,10 +158,10 @@ def sound_of(value: Any, *, rate: int) -> Sound:
     return Sound(rate=rate, own_rate=int(own_rate), own_length=len(made), samples=made)
 
 
-def _segment_of(told: MediaWithOptions, rate: int) -> Sound:
+def _segment_of(medium: MediaWithOptions, rate: int) -> Sound:
     """Return a segment of a sound. Raises what `sound_of` raises, and SampleError for one that lies beyond it."""
-    sound = sound_of(told.value, rate=rate)
-    options = told.options
+    sound = sound_of(medium.value, rate=rate)
+    options = medium.options
     if not options.is_segment:
         return sound
     over = sound.begin + sound.duration

@@ -118,7 +118,7 @@ def thinned(videos: Sequence[VideoFrames], cost: Callable[[VideoFrames], int], m
 
 
 def _with_frames(video: VideoFrames, count: int) -> VideoFrames:
-    """Return a video with so many of its frames, the first and the last among them."""
+    """Return a video with `count` of its frames, evenly spaced, the first and the last among them."""
     frames = video.frames
     total = frames_shape(video.frames)[0]
     kept = np.linspace(0, total - 1, count).round().astype(int).tolist()
@@ -213,7 +213,7 @@ _EXACT = 1e-6
 
 
 _ROUNDING_SECONDS = 0.002
-"""How far the times of frames at a constant rate may be from multiples of it, by the ticks of a container."""
+"""Tolerance for a constant rate: a container rounds times of frames to its ticks."""
 
 
 def _times_of(decoder: VideoDecoder, numbers: Sequence[int], rate: float) -> list[float] | None:

@@ -148,7 +148,7 @@ def _size(target: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
-    """Return the extension of an image from its first bytes; None if it is not an image."""
+    """Return the extension for an image by its first bytes; None if it is not an image."""
     known = _format_of(data)
     return None if known is None or not IMAGE_EXTENSIONS.issuperset(known.extensions) else known.extensions[0]
 
@@ -247,7 +247,7 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 def as_alpha_says(image: Image.Image, alpha: Alpha) -> Image.Image:
-    """Return an image in RGB, with what `alpha` says of its transparency."""
+    """Return an image in RGB, its transparency dropped or replaced by white, as `alpha` asks."""
     if alpha == "drop" or not is_transparent(image, keys=alpha != "white, no key"):
         return image if image.mode == "RGB" else image.convert("RGB")
     if alpha == "keep":
@@ -441,17 +441,17 @@ _NEWS = {
     "wide": "have values of 16 or 32 bits, which Pillow clips to 0 to 255, so most pixels become white or black. Scale "
     "them to 8 bits before training, or, for PNGs, decode with image_backend='torchcodec', which scales them",
 }
-"""What is said once in a process, for images with one extension."""
-_said: set[tuple[str, str]] = set()
+"""Warnings that are logged once in a process for all images with one extension."""
+_warned: set[tuple[str, str]] = set()
 
 
 def _is_news(what: str, part: str) -> bool:
-    return (what, part.rpartition(".")[2]) not in _said
+    return (what, part.rpartition(".")[2]) not in _warned
 
 
 def _say(what: str, part: str) -> None:
     if _is_news(what, part):
-        _said.add((what, part.rpartition(".")[2]))
+        _warned.add((what, part.rpartition(".")[2]))
         logger.warning("images in part %r %s", part, _NEWS[what])
 
 

@@ -26,7 +26,7 @@ _LENGTHS = re.compile(
     r"window|chunk|block|floor|(?<!attn_)(?<!logit_)scale$|original_max|max_position|n_positions|max_seq|context_l|"
     r"index_topk|index_top_k|local|extent|bucket|distance|segment|compress|span|stride|period|num_hashes"
 )
-"""Names of lengths: of windows, chunks, blocks, scales of positions, and how many tokens are chosen."""
+"""Names of lengths in configurations: attention windows, chunks, blocks, scaled positions, numbers of chosen tokens."""
 _MEDIA = re.compile(r"(vision|visual|image|audio|speech|video)\w*_config$")
 """Parts of a configuration whose lengths are not those of text."""
 _MOST = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -155,7 +155,7 @@ def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _shortened(value: Any, names: Sequence[str], name: str = "") -> Any:
-    """Return a value of a configuration with the lengths of these names as short ones."""
+    """Return a value of a configuration in which the lengths called `names` are short."""
     if isinstance(value, Mapping):
         inner = name if _is_length(name) else None
         return {key: _shortened(entry, names, inner or str(key)) for key, entry in value.items()}
@@ -219,7 +219,7 @@ _HEADS = re.compile(r"^(swa_)?num_(attention|key_value|kv)_heads$|^n_heads?$|^at
 
 
 def _narrow(config: Any, heads: int) -> dict[str, Any]:
-    """Return the settings of a model with a layer of each kind, narrow, of so many heads (0: of the same width)."""
+    """Return the configuration of a narrow model with a layer of each kind and `heads` heads (0: the same width)."""
     settings = config.to_dict()
     names = {name: config.attribute_map.get(name, name) for name in ("num_hidden_layers", "hidden_size")}
     layers = settings[names["num_hidden_layers"]]
@@ -265,7 +265,7 @@ def _smaller(name: str, value: int, layers: int) -> int:
 
 
 def _layers_of_each_kind(settings: Mapping[str, Any], layers: int, own: Mapping[int, Any]) -> list[int]:
-    """Return the numbers of the first layers of each kind, at least two, by what is said of each layer."""
+    """Return the numbers of layers that have one of each kind among them, at least two, by the entries per layer."""
     lists = [value for value in settings.values() if isinstance(value, list | tuple) and len(value) == layers]
     lists = [value for value in lists if len(set(map(str, value))) <= 4]
     kinds = [str([[value[number] for value in lists], own.get(number)]) for number in range(layers)]

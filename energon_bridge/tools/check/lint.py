@@ -349,7 +349,7 @@ class _ShardCheck:
                 self.report(error, key=str(index), part=PART)
 
     def check_samples(self, checksums: ShardChecksums | None) -> None:
-        """Check the samples of a tar, but those that are excluded, and its list of these."""
+        """Check the samples of a tar, without the excluded ones, and that each excluded key exists."""
         dataset = self._dataset
         follow = follow_links(dataset.path)
         excluded: set[str] = set()

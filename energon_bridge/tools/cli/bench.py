@@ -362,7 +362,7 @@ def report(result: Measured) -> Iterator[str]:
 
 
 def _note(rate: Rate, result: Measured) -> str:
-    """Return what is said of a number of workers; of the largest that was tried, nobody knows whether it is enough."""
+    """Return the remark on a number of workers. If the largest tried is best, more workers might be better still."""
     if rate is result.cluster:
         return " on Ray"
     if rate.workers != result.workers:

@@ -41,15 +41,15 @@ from energon_bridge.tools.columns.expression import numbers_of_samples
 
 _PHASE = 7
 _FEWEST, _MOST = 32, 512
-"""Draws chosen at a time: of a lane few at first, since there are many."""
+"""Draws chosen at a time: few at first, since there are many lanes, then twice as many each time."""
 _LOOKED_UP = 32
-"""Draws of a leaf looked up at once, at least."""
+"""Fewest draws of a leaf whose amounts are looked up at once."""
 _MOST_AMOUNT = 2.0**50
 """The largest sum of the amounts of a leaf; so no run reaches 2^63 parts."""
 
 
 PARTS = 1024
-"""Amounts are whole numbers of such parts of one."""
+"""Amounts are stored as whole numbers of 1/1024, so that sums are exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class AmountDraws:
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
 
     def sums(self, draw: int) -> tuple[int, ...]:
-        """Return the sums of the leaves before a draw, not before one asked about earlier."""
+        """Return the sum of amounts of each leaf before a draw. Draws must be asked about in ascending order."""
         chosen = self._chosen
         while chosen and chosen[0].end < draw:
             chosen.popleft()
@@ -179,11 +179,17 @@ class AmountDraws:
         return tuple(sums.tolist())
 
     def _choose(self) -> _Chosen:
-        """Choose some draws, all with the same weights and bans."""
+        """Choose some draws, all with the same weights and bans.
+
+        Each leaf has the sum of the amounts that it has delivered so far; the next draw goes to the leaf whose sum,
+        divided by its share, is smallest. So the draws of all leaves, sorted by that key, are the order.
+        """
         draw = self._draw
         lanes = self._blend.num_lanes
         now = draw * lanes + self._lane
         shares = self._shares(now)
+        # When shares change, sums are counted anew from the point that the slowest leaf has reached under the old ones:
+        # a leaf keeps what it is ahead, and none has to catch up what its new share would have given it before.
         if draw > self._origin and (old := self._shares(now - lanes)) != shares:
             reached = min(one / share for one, share in zip(self._sums, old, strict=True) if share)
             self._sums = [round(one - share * reached) for one, share in zip(self._sums, old, strict=True)]
@@ -227,7 +233,7 @@ class AmountDraws:
         return left if any(left) else shares
 
     def _bans_at(self, now: int) -> tuple[int, int]:
-        """Return how many starts of bans a global draw is behind, and the last of them; -1: none."""
+        """Return how many bans hold at a global draw, and the draw from which the last of them holds; -1: none."""
         known = bisect_right(self._bans, now)
         return known, self._bans[known - 1] if known else -1
 
@@ -241,7 +247,7 @@ class AmountDraws:
         return [*self._bans[known : known + 1], *self._blend.starts[piece : piece + 1]]
 
     def _guesses(self, active: Sequence[int], weights: Sequence[float], count: int) -> list[int]:
-        """Return how many of so many draws each leaf will probably have, and some more."""
+        """Return an upper guess of how many of the next `count` draws come from each leaf."""
         rates = []
         for leaf, weight in zip(active, weights, strict=True):
             amounts = self._leaves[leaf].amounts

@@ -68,7 +68,7 @@ class Buckets:
     of_leaf: Mapping[str, int]
 
     def smaller(self, microbatches: int) -> tuple[str, ...]:
-        """Return what to say of the buckets that have fewer samples than so many microbatches."""
+        """Return a complaint about each bucket with fewer samples than `microbatches` microbatches take."""
         buckets = zip(self.names, self.rows, self.samples, strict=True)
         return tuple(
             f"bucket {name} has {counted(samples, 'sample')}, fewer than the {rows * microbatches:,} of a global batch"
@@ -249,10 +249,10 @@ def _with_shares(mix: Mix, leaves: Sequence[OpenLeaf]) -> list[OpenLeaf]:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketBlend:
-    """Says which bucket a microbatch comes from, and of a bucket which leaf a draw comes from.
+    """The order of a run with buckets: which bucket a microbatch comes from, and in it, which leaf a draw comes from.
 
     Args:
-        names: Of the buckets.
+        names: Name of each bucket.
         rows: Samples in a microbatch of each bucket.
         of_leaf: The bucket of each leaf.
         weights: The weight of each leaf among all, as a share of samples; they add up to 1.
@@ -274,7 +274,7 @@ class BucketBlend:
         return dataclasses.replace(self, gone=gone)
 
     def bucket(self, microbatch: int) -> int:
-        """Return the bucket of a lane's microbatch, for any lane."""
+        """Return the bucket of microbatch `microbatch` of a lane; the same for all lanes, so that ranks agree."""
         return self._turns[microbatch // _TURNS][microbatch % _TURNS]
 
     @cached_property
@@ -326,7 +326,7 @@ class BucketBlend:
 
     @cached_property
     def _shares(self) -> list[Fraction]:
-        """The shares of the buckets in the laps."""
+        """The share of each bucket in the microbatches, not normalised: its share of the samples / samples in one."""
         shares = [Fraction(0)] * len(self.rows)
         for weight, bucket in zip(self.weights, self.of_leaf, strict=True):
             shares[bucket] += weight / self.rows[bucket]
@@ -338,14 +338,14 @@ class BucketBlend:
 
     @cached_property
     def _spent(self) -> list[int]:
-        """The buckets of which all samples that have a weight are banned."""
+        """The buckets without a sample left: all of those with a weight are banned."""
         leaves = enumerate(zip(self.weights, self.of_leaf, strict=True))
         left = {bucket for leaf, (weight, bucket) in leaves if weight and leaf not in self.gone}
         return [bucket for bucket, share in enumerate(self._shares) if share and bucket not in left]
 
     @cached_property
     def _instead(self) -> WeightedBlend | None:
-        """The buckets of the laps that fall to spent ones; None: no bucket is spent, or all are."""
+        """The buckets that take the microbatches of spent ones; None: no bucket is spent, or all are."""
         left = [Fraction(0) if bucket in self._spent else share for bucket, share in enumerate(self._shares)]
         return self._mix(left, _SPENT) if self._spent and any(left) else None
 

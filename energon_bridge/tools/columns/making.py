@@ -283,10 +283,15 @@ def content_hash(parts: Mapping[str, Any]) -> int:
     and of a conversation all but its turns, system prompt and tools.
     """
     digest = hashlib.blake2b(digest_size=8)
-    said = {name: data for part, data in parts.items() if not _names_sample(part) for name, data in _said(part, data)}
-    if not any(said.values()):  # ids are all that there is
-        said = {part: bytes(data) for part, data in parts.items() if part != "__key__"}
-    for name, data in sorted(said.items()):
+    contents = {
+        name: data
+        for part, data in parts.items()
+        if not _names_sample(part)
+        for name, data in _counted_contents(part, data)
+    }
+    if not any(contents.values()):  # ids are all that there is
+        contents = {part: bytes(data) for part, data in parts.items() if part != "__key__"}
+    for name, data in sorted(contents.items()):
         digest.update(f"{name}\0{len(data)}\0".encode() + data)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
@@ -302,8 +307,8 @@ def _names_sample(name: str) -> bool:
     return _NAMES.fullmatch(name.lower()) is not None or re.fullmatch(r"[a-z]+I[dD]s?", name) is not None
 
 
-def _said(part: str, data: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield what a part says, with the name that it counts under."""
+def _counted_contents(part: str, data: Any) -> Iterator[tuple[str, bytes]]:
+    """Yield the contents of a part that count for its hash, each with the name that it counts under."""
     place, _, extension = part.rpartition(".")
     if kind_by_name(f".{extension}") is not None:
         yield place, bytes(data)  # with whatever extension

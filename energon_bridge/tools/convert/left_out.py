@@ -154,7 +154,7 @@ def beside_tables(root: Path, source: ArrowSource) -> tuple[str, ...]:
 
 
 def beside_list(root: Path, name: str, source: Source) -> tuple[str, ...]:
-    """Return what is left out of a folder in which a list of that name says what is taken."""
+    """Return the files left out of a folder that is read by the list `name` in it."""
     taken = {os.path.abspath(root / name)}
     for number in range(len(source)):
         row = _row(source, number)

@@ -696,7 +696,7 @@ def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:
 
 
 def _is_more(row: Row) -> bool:
-    """Whether a row says more than a question, an answer and an image: what the types for these would leave out."""
+    """Whether a row has more than a question, an answer and an image, which their sample types would leave out."""
     pair = find_pair(row.values)
     if pair is None or has_preferences(row.values):
         return has_preferences(row.values) or has_pairs(row.values)

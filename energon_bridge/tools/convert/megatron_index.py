@@ -49,7 +49,7 @@ _OPTIONS = re.compile(r"window=([1-9]\d*)(\+1)?(&last=keep)?")
 
 
 class _Window(NamedTuple):
-    """Windows of `tokens`, and `more` that are the first of the next one."""
+    """Windows of `tokens` tokens in a row, and the first `more` (0 or 1) tokens of the next window, as a label."""
 
     tokens: int
     more: int
@@ -60,7 +60,7 @@ class _Window(NamedTuple):
         return -(-usable // self.tokens) if self.keeps_last else usable // self.tokens
 
     def bounds(self, numbers: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first token of windows, and how many they have."""
+        """Return the number of the first token of each window, and its number of tokens."""
         first = numbers.astype(np.int64) * self.tokens
         return first, np.minimum(self.tokens + self.more, total - first)
 
@@ -71,7 +71,7 @@ class _Window(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """An .idx file, as its header says: where its arrays are."""
+    """An .idx file: the places of its arrays, as its header gives them."""
 
     store: Store
     name: str
@@ -270,7 +270,7 @@ def open_index(
     count = index.documents if window is None else window.count(total)
     if not count:
         raise EmptyDatasetError(f"{where}: {total} tokens are less than one window. Choose a smaller one.")
-    said = f"{index.documents:,} documents of {total:,}" if window is None else window.described(total)
+    summary = f"{index.documents:,} documents of {total:,}" if window is None else window.described(total)
     head = hashlib.sha256(store.read_range(index.name, 0, min(index.size, 4096))).hexdigest()
     content = json.dumps(["megatron", name, size, index.size, count, window, head], separators=(",", ":"))
     return IndexedDataset(
@@ -285,7 +285,7 @@ def open_index(
         columns=("tokens",) if window else ("tokens", "document"),
         group_rows=0,
         is_crude=True,
-        fields={"tokens": f"{said} ({index.dtype.name})"},
+        fields={"tokens": f"{summary} ({index.dtype.name})"},
         index=index,
         window=window,
         num_tokens=total,

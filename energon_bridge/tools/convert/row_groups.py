@@ -267,20 +267,20 @@ def _arrow_groups(store: Store, path: str, stamp: FileStamp) -> list[Group]:
     columns: tuple[str, ...] = ()
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     while start + 8 <= size:
-        window = store.read_range(rel, start, min(_HEAD, size - start))
-        if not start and window.startswith(_MAGIC):
+        head = store.read_range(rel, start, min(_HEAD, size - start))
+        if not start and head.startswith(_MAGIC):
             start = len(_MAGIC)
             continue
-        mark, length = struct.unpack_from("<II", window)
+        mark, length = struct.unpack_from("<II", head)
         if mark != 0xFFFFFFFF or start + 8 + length > size:
             raise SourceError(f"{path}: is no arrow file from byte {start} on. Was the upload cut off?")
         if not length:
             break  # the end of the batches
-        if 8 + length > len(window):
-            window = store.read_range(rel, start, 8 + length)
-        kind, rows, content = _message(window[8 : 8 + length])
+        if 8 + length > len(head):
+            head = store.read_range(rel, start, 8 + length)
+        kind, rows, content = _message(head[8 : 8 + length])
         if kind == _SCHEMA:
-            schema = arrow.ipc.read_schema(arrow.py_buffer(window[: 8 + length]))
+            schema = arrow.ipc.read_schema(arrow.py_buffer(head[: 8 + length]))
             columns = tuple(schema.names)
             labels = _labels(schema.metadata)
         elif kind == _BATCH:

@@ -186,7 +186,7 @@ def open_tables(
     counts = [sum(group.num_rows for group in of_file) for of_file in groups]
     if not sum(counts):
         raise EmptyDatasetError(f"{here}: the files of the split part {split_part!r} have no rows.")
-    layout, subflavors = _said(store, dataset_config)
+    layout, subflavors = _layout_beside(store, dataset_config)
     if layout is None:
         meant = "name the columns that are taken in the field map of .nv-meta/dataset.yaml."
         rows = first_rows(source)
@@ -293,7 +293,7 @@ def _seen_end(store: Store, groups: Sequence[Group]) -> int:
     return hash_of_tail(store.read_range(os.path.relpath(groups[0].path, store.root), size - length, length))
 
 
-def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
+def _layout_beside(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
     """Return the layout and subflavors from a dataset.yaml beside the files."""
     if not store.exists(meta_path(name)):
         return None, {}

@@ -261,7 +261,7 @@ def _schedule(
 
 
 def _written(run: Run) -> list[str]:
-    """Return what the mix says of each leaf: weights and repetitions, from the outermost blend inwards."""
+    """Return the weights and repetitions of each leaf as the mix has them, from the outermost blend inwards."""
 
     def below(node: TreeNode, around: tuple[str, ...]) -> list[str]:
         if isinstance(node, (LeafRef, JoinRef)):
@@ -281,7 +281,7 @@ def _written(run: Run) -> list[str]:
 
 
 def _why(run: Run) -> str:
-    """Say why a run has so many lanes (`default_num_lanes`)."""
+    """Return the reason for the run's number of lanes (`default_num_lanes`), as text."""
     config = run.plan.config
     if config.num_lanes is not None:
         return "as given"

@@ -71,7 +71,7 @@ class KeyNames:
             self._scratch.cleanup()
 
     def key_of(self, dataset: PreparedDataset, shard: str, index: int) -> str | None:
-        """Return the key of a sample; None if no key index tells it: shard and index say it as well."""
+        """Return the key of a sample; None without a key index: shard and index name the sample, too."""
         place = dataset.path, shard
         keys = self._shards.get(place)
         if keys is not None:
@@ -161,8 +161,8 @@ def name_steps(run: Run, steps: Iterable[int], keys: KeyNames | None = None) -> 
     """Name the samples of steps of the optimizer, for every rank.
 
     Args:
-        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
-            are one microbatch on every rank), on as many ranks.
+        steps: Numbers of steps, from 0: steps of the optimizer since the beginning of the run, as if on this number of
+            ranks; of validation, microbatches of each rank since the beginning of the pass.
         keys: Looks keys up, which takes most of the time; None: they are not named.
 
     Raises:
@@ -181,7 +181,7 @@ def name_steps(run: Run, steps: Iterable[int], keys: KeyNames | None = None) -> 
 
 
 def _endless_turn(run: Run, turn: int, names: _RunNames) -> list[NamedMicrobatch]:
-    """Name one microbatch of each rank: those after the first `turn` of each."""
+    """Name the microbatch of each rank in turn `turn`, from 0: a turn is one microbatch on every rank."""
     lanes = run.num_lanes
     ranks = run.world_size
     m = first_microbatch(turn, num_lanes=lanes, world_size=ranks)
@@ -293,7 +293,7 @@ class _RunNames:
         return UnbannedDraws(chooser, taken)
 
     def _stand(self, lane: int, m: int) -> LaneState:
-        """Return the known position of a lane before microbatch m: from the state, or fresh."""
+        """Return a position of a lane not after microbatch m, to count on from: that of the state, or a fresh one."""
         run = self._run
         if m >= run.microbatches and run.state is not None:
             if lane not in run.lanes:
@@ -311,7 +311,7 @@ class _RunNames:
 
     @cached_property
     def _is_one_mix(self) -> bool:
-        """Whether the lanes of the state have drawn from the leaves what this mix would have from the beginning on."""
+        """Whether the lanes of the state have drawn from each leaf as often as under this mix from the beginning on."""
         leaves = self._run.plan.leaves
         blend = self._run.plan.blend
         return all(
@@ -321,7 +321,7 @@ class _RunNames:
 
 
 _FEWEST, _MOST = 32, 256
-"""Draws looked up at a time; of a lane few at first, since there are many."""
+"""Draws looked up at a time: few at first, since there are many lanes, then twice as many each time."""
 
 
 class UnbannedDraws:

@@ -145,8 +145,8 @@ class BatchCost:
         operations, pairs = _operations(vision, gated=getattr(vision, "hidden_act", None) == "silu")
         layers = _size(vision, "num_hidden_layers", "depth")
         if whole := getattr(vision, "fullatt_block_indexes", None):  # the others attend within windows
-            window = (vision.window_size // patch_size) ** 2
-            operations += pairs / layers * (len(whole) * patches_per_image + (layers - len(whole)) * window)
+            per_window = (vision.window_size // patch_size) ** 2
+            operations += pairs / layers * (len(whole) * patches_per_image + (layers - len(whole)) * per_window)
         else:
             operations += pairs * patches_per_image
         width = _size(vision, "embed_dim", "hidden_size")

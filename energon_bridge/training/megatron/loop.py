@@ -252,7 +252,7 @@ def _step(
 
 
 def _is_due(step: int, interval: int) -> bool:
-    """Return whether something is due after a step that comes every so many steps; 0: never."""
+    """Return whether what happens every `interval` steps is due after this step; 0: never."""
     return interval > 0 and step % interval == 0
 
 

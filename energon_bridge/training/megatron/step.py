@@ -83,7 +83,7 @@ def own_tokens(tokens: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _even(values: Tensor, context_parallel: int) -> Tensor:
-    """Pad rows on the right, to a multiple of the number of pieces they are cut into."""
+    """Pad rows on the right to a multiple of 2 * cp: each context-parallel rank gets two chunks (`zigzag_indices`)."""
     return pad(values, (0, -values.shape[1] % (2 * context_parallel)))
 
 
