@@ -365,7 +365,7 @@ def test_nodes_and_the_head_may_go_and_nodes_may_come(data: Path, caplog: pytest
 
         cluster.remove_node(min(cluster.worker_nodes, key=str), allow_graceful=False)
         until(lambda local: local == 2)
-        assert re.search(r"no place for . of 2 workers \(.*\) within 2 s, .* until it has", caplog.text)
+        assert re.search(r"no place for . of 2 workers \(.*\) within 2 s, .* until they run there", caplog.text)
         cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
         until(lambda local: local == 0)
         assert longest < 15  # 2 s for a place, and the time in which Ray sees that a node has gone

@@ -85,7 +85,7 @@ def test_losses_are_named_once_at_the_end_of_an_epoch(workers: int, data: Path, 
     drawn = row["samples"] + row["errors"]
     assert said == (
         f"{data}/poor: {100 * row['errors'] / drawn:.0f} % of this dataset's samples are left out: of {drawn} "
-        f"drawn on this rank, {row['errors']} failed (different samples: 10 in encode_sample with ValueError). "
+        f"drawn on rank 0, {row['errors']} failed (different samples: 10 in encode_sample with ValueError). "
         "In error_policy, quarantine=FILE lists what fails; max_error_rate=… stops a run that loses more."
     )
     deliver(loader, 3 * SAMPLES)
@@ -155,7 +155,7 @@ def test_a_dataset_that_delivers_nothing_is_named_at_the_end_of_a_run(
     gc.collect()
     (said,) = losses()
     assert said.startswith(
-        f"{data}/poor: no sample of this dataset has been delivered: of {lost} drawn on this rank, {lost} "
+        f"{data}/poor: no sample of this dataset has been delivered: of {lost} drawn on rank 0, {lost} "
     )
 
 
@@ -177,7 +177,7 @@ def test_validation_names_losses_at_the_end_of_a_pass(data: Path, losses: Losses
     for _ in range(2):
         list(loader)
     (said,) = losses()
-    assert "40 % of this dataset's samples are left out: of 20 drawn on this rank, 8 failed" in said
+    assert "40 % of this dataset's samples are left out: of 20 drawn on rank 0, 8 failed" in said
 
 
 def test_a_virtual_epoch_names_losses_at_its_end(data: Path, losses: Losses) -> None:

@@ -416,9 +416,10 @@ class RayEngine:
                     process.node = answer[1][0]
         if unplaced:
             logger.warning(
-                "the Ray cluster has no place for %d of %d workers (%s) within %g s, so these are processes beside the "
-                "trainer until it has. Give it more nodes, ask for less (ray_options num_cpus, memory, resources), or "
-                "wait longer at the start (placement_timeout_seconds)",
+                "the Ray cluster had no place for %d of %d workers (%s) within %g s, or still starts them: until they "
+                "run there, these are processes beside the trainer. Nothing is lost. If its nodes only start slowly, "
+                "wait longer (ray_options placement_timeout_seconds); if they are full, give it more nodes, or ask for "
+                "less (num_cpus, memory, resources)",
                 *(len(unplaced), self._config.num_workers, ", ".join(map(str, unplaced)), patience),
             )
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -297,8 +299,27 @@ class DatasetFunction:
         return f"DatasetFunction({self.where}:{self.name})"
 
 
-def load_function(store: Store, reference: str, *, default_name: str, trust: bool) -> DatasetFunction:
+_NAMES_ONLY: ContextVar[bool] = ContextVar("energon_bridge_names_only", default=False)
+
+
+@contextmanager
+def names_only() -> Iterator[None]:
+    """Open datasets whose samples are named and never read: their functions are not loaded, and need no trust."""
+    token = _NAMES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _NAMES_ONLY.reset(token)
+
+
+def _never_called(*_: Any) -> Any:
+    raise AssertionError("a sample of a dataset that was opened for names only was read")
+
+
+def load_function(store: Store, reference: str, *, default_name: str, trust: bool) -> Callable[..., Any]:
     """Load `file.py:function` of `.nv-meta`; raises UntrustedCodeError without trust, MetadataError if missing."""
+    if _NAMES_ONLY.get():
+        return _never_called
     file_name, _, function_name = reference.partition(":")
     rel = meta_path(file_name)
     where = store.url(rel)

@@ -45,7 +45,7 @@ def advise(position: Position) -> None:
             mixed = len(spec.ordered) > 1
             _say_small(leaf.dataset.path, int(shortest), lanes, streams, buffer, mixed)
     busy = len(position.own_lanes)
-    if workers > busy:
+    if workers > busy and config.dp_rank == 0:  # no rank has more lanes than the first
         shared = counted(lanes, "lane"), counted(ranks, "rank")
         logger.warning("only %d of %d workers have a lane to load: %s, %s", busy, workers, *shared)
 

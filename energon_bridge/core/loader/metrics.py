@@ -152,6 +152,7 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
     Args:
         least: Samples that must have been drawn of a dataset before it is mentioned.
     """
+    rank = position.plan.config.dp_rank
     for path, total in _by_dataset(position.plan.leaves, position.counts, position.waiting()).items():
         lost = {cause: total[cause] for cause in _LOSSES if total[cause]}
         there = total["samples"] + total["waiting"]
@@ -170,7 +171,7 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
             long = f" ({total['dropped']} of them as too long)" if total["dropped"] else ""
             said = "; ".join(_LOSSES[cause][0].format(lost[cause], found=found, long=long) for cause in causes)
             todo = " ".join(_LOSSES[cause][1] for cause in causes)
-            logger.warning("%s: %s: of %d drawn on this rank, %s. %s", path, what, drawn, said, todo)
+            logger.warning("%s: %s: of %d drawn on rank %d, %s. %s", path, what, drawn, rank, said, todo)
 
 
 _LOSSES = {

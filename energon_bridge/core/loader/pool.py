@@ -372,8 +372,11 @@ class WorkerPool:
         if took > allowed:
             logger.warning("worker %d has not started after %.0f seconds; killing it", number, allowed)
             worker.kill()
-        elif took > _BEGIN_SECONDS and not reported:
+        elif took > _BEGIN_SECONDS and not reported and self._engine.forks:
             logger.warning("worker %d has not started after %.0f seconds; it has %.0f in all", number, took, allowed)
+        elif took > _BEGIN_SECONDS and not reported:
+            why = "it imports packages, or its node prepares them"
+            logger.info("worker %d still starts after %.0f seconds, as it may: %s", number, took, why)
         return took > _BEGIN_SECONDS
 
     def _judge(self, worker: Worker, unit: int, settings: WatchdogSettings, since: float, reported: int) -> int:

@@ -279,9 +279,10 @@ class Position(ABC):
         if (configured := self.plan.config.num_lanes) not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, configured)
         if difference:
-            logger.warning("the mix has changed; the run continues with the new one:\n  %s", "\n  ".join(difference))
+            level = logging.INFO if self.plan.config.dp_rank else logging.WARNING  # of all ranks: said once
+            logger.log(level, "the mix has changed; the run continues with the new one:\n  %s", "\n  ".join(difference))
             if changes:
-                logger.warning("earlier changes by set_weights do not apply to the new mix and are dropped")
+                logger.log(level, "earlier changes by set_weights do not apply to the new mix and are dropped")
                 changes = ()
         bans = moved_bans(saved, data.leaves) if saved.bans else ()
         banned = banned_of(saved, bans, data.leaves) if bans else {}
@@ -325,7 +326,7 @@ class Position(ABC):
                 taken=0,
                 leaf_draws=draws,
                 origin=draw if relative else 0,
-                held=_renumbered(state.held, kept),
+                held=_renumbered(state.held, kept, f"rank {self.plan.config.dp_rank}, lane {number}"),
                 batches_taken=0,
                 sums=(),  # by amounts, lanes begin anew with the new mix
             )
@@ -337,7 +338,7 @@ class Position(ABC):
         self._parked = [saved[old] | {"parked": True} | ({} if counts else {"counts": nothing}) for old in gone]
 
 
-def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
+def _renumbered(held: BufferedRefs, kept: Sequence[int | None], where: str) -> BufferedRefs:
     """Return the waiting rows with the leaves' new numbers, without samples of removed leaves."""
     number = {old: new for new, old in enumerate(kept) if old is not None}
     rows = []
@@ -348,7 +349,8 @@ def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
         if stay:
             rows.append((stage, stay, extra))
     if dropped:
-        logger.warning("dropping %d samples that waited for a pack or batch: their datasets left the mix", dropped)
+        why = "their datasets left the mix"
+        logger.warning("%s: dropping %d samples that waited for a pack or batch: %s", where, dropped, why)
     return BufferedRefs.of(rows)
 
 
@@ -437,9 +439,9 @@ class EndlessRun(Position):
             return agreed("ban", first, max if shares else min, self._ranks, plan.config.data_parallel_group)
         if 0 < from_draw < first:
             logger.warning(
-                "ban: the lanes of this rank have made all draws before global draw %d, so from_draw=%d bans from "
+                "ban: the lanes of rank %d have made all draws before global draw %d, so from_draw=%d bans from "
                 "there on; draws that were made are not taken back",
-                *(first, from_draw),
+                *(plan.config.dp_rank, first, from_draw),
             )
         return from_draw
 

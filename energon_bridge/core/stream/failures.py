@@ -261,7 +261,7 @@ class FailureLog:
                 continue
             self._said.add(name)
             fresh.append(report)
-            self._log(report)
+            self._log(report, f"rank {rank}: " if ranks > 1 else "")
         if fresh and self._quarantine is not None:
             self._add_lines(quarantine_file(self._quarantine, rank, ranks), fresh)
 
@@ -280,17 +280,18 @@ class FailureLog:
         self._losses.add((dataset, cause))
         return len(self._losses) > before
 
-    def _log(self, report: Report) -> None:
+    def _log(self, report: Report, who: str) -> None:
         self._kinds[report.kind] += 1
         number = self._kinds[report.kind]
         if number <= self._messages:
             last = "; further ones of the kind are only counted" if number == self._messages else ""
-            logger.warning("skipped %s that failed in %s: %s%s", report.what, report.hook, report, last)
+            logger.warning("%sskipped %s that failed in %s: %s%s", who, report.what, report.hook, report, last)
             if report.trace and number == 1:  # each worker sends one
                 logger.debug("the first failure of its kind:\n%s", report.trace)
         elif str(number).strip("0") == "1":
             dataset, hook, error = report.kind
-            logger.warning("%s: %d samples failed in %s with %s, the last one %s", dataset, number, hook, error, report)
+            text = "%s%s: %d samples failed in %s with %s, the last one %s"
+            logger.warning(text, who, dataset, number, hook, error, report)
 
     def _add_lines(self, file: Path, reports: Sequence[Report]) -> None:
         known = self._quarantined.get(file)

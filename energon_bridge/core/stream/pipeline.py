@@ -200,8 +200,7 @@ class Pipeline:
                     made = self.code.collate(samples, ref, counts, lambda: members_of_rows(leaves, keys), number=whole)
             finally:
                 self._batch_seconds += time.perf_counter() - start
-                if slabs.padded is not None:
-                    self._say_padded(slabs.padded, keys, leaves)
+                self._say_padded(slabs.padded, keys, leaves)
             if made is None:
                 return None
             batches = [self.conventions.delivered(batch) for batch in made]
@@ -218,10 +217,10 @@ class Pipeline:
                 attach(batch, "__sources__", SentSources(sources))
         return batches
 
-    def _say_padded(self, padded: Padded, keys: Sequence[PlainKey], leaves: Sequence[int]) -> None:
+    def _say_padded(self, padded: Padded | None, keys: Sequence[PlainKey], leaves: Sequence[int]) -> None:
         """Warn once of a batch that is mostly padding, because of one row."""
         global _has_said_padded
-        if _has_said_padded:
+        if padded is None or _has_said_padded:
             return
         _has_said_padded = True
         where = self.paths

@@ -354,6 +354,12 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
     return all(said)
 
 
+def is_blank(value: Any) -> bool:
+    """Return whether a text says nothing, or none of several."""
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(one, str) and not one.strip() for one in texts)
+
+
 def has_empty_answer(entry: Mapping[str, Any]) -> bool:
     """Return whether an answer that would be learned is an empty text. Raises SampleError as `read_turns`."""
     for turn in read_turns(entry) or ():

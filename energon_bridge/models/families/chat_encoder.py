@@ -520,11 +520,15 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         return found.until(min([longest + 1, *(place.start for place in found.media if place.end > longest)]))
 
     def _nothing_learned(self, plans: Sequence[Plan], kept: Sequence[Plan]) -> str:
-        cut = f"seq_length={self.config.seq_length}"
+        limit = f"seq_length={self.config.seq_length}"
         if len(kept) < len(plans):
             plan = plans[len(kept)]
-            cut += f", or a limit, cuts off {plan.kind} {len(kept) + 1} of {len(plans)} ({plan.tokens} tokens)"
-        return f"nothing to learn: {cut}, before the first of the learned tokens; raise it"
+            which = f"{plan.kind} {len(kept) + 1} of {len(plans)} ({plan.tokens} tokens)"
+            return (
+                f"nothing to learn: {limit} has no room for {which}, or a limit on images leaves it out, and all text "
+                "to learn comes after it; raise the limit"
+            )
+        return f"nothing to learn: {limit} ends before the text to learn begins; raise it"
 
     def _over(self, policy: str, limit: str, complaint: str) -> None:
         """Apply a policy: count the sample, and raise unless the policy cuts it."""

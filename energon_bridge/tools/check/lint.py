@@ -25,6 +25,7 @@ from energon_bridge.core.errors import (
     EnergonError,
     FieldAccessError,
     MetadataError,
+    SampleError,
     UnknownSplitError,
     did_you_mean,
 )
@@ -49,6 +50,7 @@ from energon_bridge.core.format.tar_index import find_pieces
 from energon_bridge.core.samples import CrudeSample
 from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
+from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
 
 _READ_AHEAD = 8 << 20
 _ROWS_AT_ONCE = 64
@@ -344,7 +346,9 @@ class _ShardCheck:
         for index, data in read_samples(self._dataset, self._shard):
             self._num_checked += 1
             try:
-                parse_line(data)
+                entry = parse_line(data)
+                if isinstance(entry, dict) and _says_nothing(entry):
+                    self._blank.append(str(index))
             except DecodeError as error:
                 self.report(error, key=str(index), part=PART)
 
@@ -454,6 +458,7 @@ def _check_row(
             decoded[part] = decode(part, data) if isinstance(data, memoryview) else data
         except (EnergonError, ImportError) as error:
             report(error, part=part)
+    fields = decoded
     if decoded.keys() == row.parts.keys() and not dataset.is_crude:
         try:
             fields = field_map_of(tuple(row.fields.items()))(decoded)
@@ -461,7 +466,7 @@ def _check_row(
             raw += [row.key] * _has_raw(dataset.sample_type, fields)
         except Exception as error:  # a sample type may raise anything
             report(error)
-    return _has_blank(decoded)
+    return _has_blank(fields)
 
 
 def _has_raw(sample_type: type, fields: Mapping[str, Any]) -> bool:
@@ -471,7 +476,15 @@ def _has_raw(sample_type: type, fields: Mapping[str, Any]) -> bool:
 
 
 def _has_blank(values: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, str) and not value.strip() for value in values.values())
+    return any(_says_nothing(value) if isinstance(value, dict) else is_blank(value) for value in values.values())
+
+
+def _says_nothing(entry: dict[str, Any]) -> bool:
+    """Return whether an answer of a conversation, or a caption in JSON, is empty."""
+    try:
+        return is_blank(entry.get("caption")) or has_empty_answer(entry)
+    except SampleError:  # for training to say
+        return False
 
 
 def read_rows(dataset: ForeignDataset, shard: int) -> Iterator[ForeignRow | Exception]:

@@ -423,16 +423,22 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         click.echo(f"Left out {count_of(done.num_rejected, 'rejected answer')} of samples with a preferred one.")
     if done.num_reused:
         click.echo(f"Unchanged: {count_of(done.num_reused, 'shard')}.")
-    _report_doubtful(out, done)
+    _report_doubtful(out, done, options.layout)
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     _report_next(out, done, options.layout)
 
 
-def _report_doubtful(out: Path, done: Converted) -> None:
+def _report_doubtful(out: Path, done: Converted, layout: Layout) -> None:
     """Print which samples were skipped or say nothing, and which files cannot be opened."""
-    empty = f"{count_of(len(done.empty), 'sample')} with an empty answer, from which a model learns to say nothing"
-    remedy = 'to leave one out, give its turn "weight": 0, or take it out of the list'
+    count = count_of(len(done.empty), "sample")
+    if layout.is_crude:
+        empty = f"{count} with an empty answer, from which a model learns to say nothing"
+        remedy = 'to leave one out, give its turn "weight": 0, or take it out of the list'
+    else:
+        what = "caption" if "caption" in layout.fields else "text or answer"
+        empty = f"{count} with an empty {what}: training skips and counts those that have no text to learn"
+        remedy = "an encoder of your own gets them; to leave one out, take it out of the source"
     for many, title, rest in (
         (done.skipped, f"Skipped {count_of(len(done.skipped), 'sample')}", f"all in {out}/{SKIPPED}"),
         (done.empty, f"{empty} ({remedy})", "which --json lists"),

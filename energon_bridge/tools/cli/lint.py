@@ -34,7 +34,11 @@ from energon_bridge.tools.cli.prepare_options import (
 
 _MAX_SHOWN = 100
 _SURPRISES = {
-    "blank": ("an empty text", f"To leave one out, {LEAVE_OUT}."),
+    "blank": (
+        "an empty text",
+        "Training skips and counts a sample without a text to learn; from an empty answer a model learns to say "
+        f"nothing. To leave one out, {LEAVE_OUT}.",
+    ),
     "raw": ("an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
     "turned": ("an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
     "unopened": ("a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from energon_bridge.core.format.dataset_config import names_only
 from energon_bridge.core.mix import (
     BlendNode,
     Concat,
@@ -84,7 +85,8 @@ def command(
     from energon_bridge.tools.forecast.epochs import forecast
     from energon_bridge.tools.forecast.planned_run import run_of_mix
 
-    run = run_of_mix(open_mix(mix, options))
+    with names_only():
+        run = run_of_mix(open_mix(mix, options))
     plan = forecast(run, steps)
     needs = _workers_need(plan, steps, cpu_per_sample, step_seconds, batch_bytes)
     if as_json:

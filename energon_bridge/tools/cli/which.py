@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.format.dataset_config import names_only
 from energon_bridge.tools.cli.output import count_of, print_json, print_table
 from energon_bridge.tools.cli.run_options import mix_option, open_run, run_options
 
@@ -67,7 +68,8 @@ def command(
 
     source += checkpoint
     _check_options(source, step, until, microbatch, out)
-    run, notes = open_run(source, options, by_step=microbatch is None)
+    with names_only():
+        run, notes = open_run(source, options, by_step=microbatch is None)
     if microbatch is None and rank is not None and rank >= run.world_size:
         raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {run.world_size}")
     steps: Sequence[int] = range(step or 0, until) if until is not None else [step or 0]

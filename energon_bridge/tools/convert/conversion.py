@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,10 +26,11 @@ from pathlib import Path
 import numpy as np
 
 from energon_bridge.core.errors import ConfigurationError, SampleError, SkipSample, SourceError
+from energon_bridge.core.format.field_map import FieldMap
 from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path
 from energon_bridge.core.format.parallel import Progress, Task, Workers, map_shards, unseen
 from energon_bridge.core.storage import open_store
-from energon_bridge.models.conversations.turns import has_empty_answer
+from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
 from energon_bridge.tools.convert.finish import (
     OPTIONS,
     RECORDS,
@@ -212,6 +213,8 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: Shard
             shard.record.num_rejected += sample.num_rejected
             if options.layout.is_crude and _says_nothing(dict(content).get("json", b"")):
                 shard.record.empty.append(sample.where)
+            elif _has_no_text(dict(content), fields):
+                shard.record.empty.append(f"{sample.where} (key {sample.key})")
     except BaseException:
         shard.abort()
         raise
@@ -229,6 +232,21 @@ def _says_nothing(data: bytes) -> bool:
         return False
 
 
+def _has_no_text(parts: Mapping[str, bytes], fields: Mapping[str, str]) -> bool:
+    """Return whether a caption, text or answer that is learned is empty: a part of its own, or in one as JSON."""
+    learned = [access for name, access in fields.items() if name in _LEARNED] if fields else ["txt"]
+    for access in learned:
+        data = parts.get(access.partition("[")[0])
+        if data is not None and "[" not in access and not data.strip():
+            return True
+        if data is not None and "[" in access and _BLANK.search(data) is not None:
+            (value,) = FieldMap({"text": access})({access.partition("[")[0]: json.loads(data)}).values()
+            if is_blank(value):
+                return True
+    return False
+
+
+_LEARNED = ("caption", "text", "answers", "label_name")
 _BLANK = re.compile(rb'"(?:\\[nrt]|\s)*"|: *null')
 
 

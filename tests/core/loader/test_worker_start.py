@@ -117,6 +117,28 @@ class Surrounded(DefaultTaskEncoder):
         return TextSample.derive_from(sample, text=words)
 
 
+class SlowToLoad(DefaultTaskEncoder):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        time.sleep(2.5)
+        self.__dict__.update(state)
+
+
+def test_a_worker_that_imports_first_is_given_its_time_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = train_dataset(text_dataset(tmp_path / "text", train=[20, 17]), task_encoder=SlowToLoad())
+    monkeypatch.setattr("energon_bridge.core.loader.pool._BEGIN_SECONDS", 0.05)
+    monkeypatch.setattr("energon_bridge.core.loader.pool._IMPORT_FACTOR", 10_000)
+    with (
+        caplog.at_level(logging.INFO),
+        closing(get_savable_loader(dataset, worker_config=config_of(1, 1, start_method="forkserver"))) as loader,
+    ):
+        next(iter(loader))
+    said = [record.levelname for record in caplog.records if "worker 0" in record.getMessage()]
+    assert re.search(r"worker 0 still starts after \d seconds, as it may: it imports packages", caplog.text)
+    assert set(said) == {"INFO"}
+
+
 def test_workers_of_the_forkserver_have_the_environment_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = train_dataset(text_dataset(tmp_path / "text", train=[20]), task_encoder=Surrounded())
     for word in ("first", "second"):

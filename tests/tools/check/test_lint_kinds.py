@@ -329,7 +329,7 @@ def test_empty_texts_are_counted(tmp_path: Path) -> None:
         code, report = lint(tar.parent)
         assert code == 0
         (warning,) = report["warnings"]
-        assert warning.startswith(f"{tar.parent}, train: 2 samples with an empty text; the first is s.tar/b. To leave")
+        assert warning.startswith(f"{tar.parent}, train: 2 samples with an empty text; the first is s.tar/b. Training ")
 
 
 def test_turned_images_are_counted(tmp_path: Path) -> None:

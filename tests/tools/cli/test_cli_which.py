@@ -383,3 +383,30 @@ def test_the_folder_of_a_run_and_a_checkpoint_that_is_gone_are_answered_with_tho
     assert f"is the folder of a run: give one of its checkpoints ({there}), or see" in message
     message = energon("which", there.with_name("step-0000010.ckpt"), "--step", 30).output
     assert f"No such file or directory. In {there.parent} are: step-0000020.ckpt" in message
+
+
+def test_code_of_a_dataset_neither_runs_nor_needs_trust_to_name_its_samples(tmp_path: Path) -> None:
+    folder = create_captioning_test_dataset(tmp_path / "data", num_train=20, num_val=0)
+    ran = tmp_path / "ran"
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('x')\n"
+    code += "def sample_loader(sample):\n    return {'text': sample['txt']}\ndef part_filter(part):\n    return True\n"
+    (folder / ".nv-meta/sample_loader.py").write_text(code)
+    (folder / ".nv-meta/dataset.yaml").write_text(
+        "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\n"
+        "sample_loader: sample_loader.py:sample_loader\npart_filter: sample_loader.py:part_filter\n"
+    )
+    config = config_of(2, 0, num_lanes=24)
+    trusted = get_train_dataset(folder, worker_config=config, batch_size=2, trust_remote_code=True)
+    loaders = ranks_of(trusted, 2)
+    delivered = run(loaders, 3)
+    torch.save([loader.save_state_rank() for loader in loaders], tmp_path / "state.pt")
+    assert ran.exists()
+    ran.unlink()
+    options = ("--batch-size", 2, "--world-size", 2, *LANES)
+    for flag in ((), ("--trust-remote-code",)):
+        check(delivered, [0, 1, 2], folder, *options, *flag)
+        check(delivered, [1], tmp_path / "state.pt", "--world-size", 2, *flag)
+        check(delivered, [1], tmp_path / "state.pt", "--world-size", 2, "--mix", folder, *flag)
+        assert answer("plan", folder, "--steps", 3, *options, *flag)["draws"] == 12
+    assert not ran.exists()
+    assert "trust" in refusal_of("preview", folder)

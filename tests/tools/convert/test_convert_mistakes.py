@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import http.server
 import json
@@ -12,11 +13,14 @@ import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from commands import output_of, refusal_of
+from commands import energon, output_of, refusal_of
 from forked import run_afresh
 from full_disk import no_room
 from paths import REPOSITORY
+from PIL import Image
 from sources import (
     coco,
     content,
@@ -492,3 +496,35 @@ def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):
     assert message.startswith("Error: hf://some/thing: cannot download: LocalEntryNotFoundError: ")
     assert "hf download some/thing --repo-type dataset --local-dir DIR" in message
     assert not (tmp_path / "out").exists()
+
+
+CAPTIONS = ("a cat", "", "  \n", "a dog")
+
+
+@pytest.mark.parametrize("form", ["pairs", "csv", "jsonl", "json", "parquet"])
+def test_empty_captions_are_counted_and_named(tmp_path: Path, form: str) -> None:
+    images = tmp_path / "pairs"
+    images.mkdir()
+    for number, caption in enumerate(CAPTIONS):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(images / f"p{number}.png")
+        (images / f"p{number}.txt").write_text(caption)
+    rows = [{"image": f"pairs/p{number}.png", "caption": caption} for number, caption in enumerate(CAPTIONS)]
+    source = images if form == "pairs" else tmp_path / f"list.{form}"
+    if form == "csv":
+        with source.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["image", "caption"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif form == "parquet":
+        held = [(tmp_path / row["image"]).read_bytes() for row in rows]
+        pq.write_table(pa.table({"image": held, "caption": [*CAPTIONS]}), source)
+    elif form != "pairs":
+        source.write_text(json.dumps(rows) if form == "json" else "".join(f"{json.dumps(row)}\n" for row in rows))
+    said = output_of("convert", source, tmp_path / "out", "--split-ratio", "1,0,0", "--no-progress")
+    assert "2 samples with an empty caption: training skips and counts" in said
+    keys = ["p1", "p2"] if form == "pairs" else ["000000001", "000000002"]
+    assert [f"(key {key})" in said for key in keys] == [True, True]
+    lint = energon("lint", tmp_path / "out").output
+    assert f"2 samples with an empty text; the first is train/00000.tar/{keys[0]}. Training skips" in lint
+    if form in ("parquet", "jsonl"):  # read as they are
+        assert "2 samples with an empty text; the first is " in energon("lint", source).output
