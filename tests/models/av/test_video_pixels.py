@@ -319,7 +319,7 @@ def test_of_a_long_clip_only_what_is_shown_is_decoded_and_held(tmp_path: Path, m
 def test_a_turned_video_is_as_players_show_it(
     tmp_path: Path, codec: str, degrees: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    streams._said_turned.clear()
+    streams._warned_turned.clear()
     file = write_video(tmp_path / "a.mp4", codec=codec, frames=FRAMES, rate=10, size=(64, 48), turned=degrees)
     stored = np.stack([frame.pixels for frame in all_frames(file)])
     expected = np.rot90(stored, degrees // 90, axes=(1, 2))
@@ -335,7 +335,7 @@ def test_a_turned_video_is_as_players_show_it(
         (clip,), _ = AVDecoder(file.read_bytes()).get_video_clips([(3, 5)], video_unit="frames")
     np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), stored[3:6])
     assert ["autorotate=True" in message for message in caplog.messages] == [True] * bool(degrees)
-    streams._said_turned.clear()
+    streams._warned_turned.clear()
 
 
 # Matrices a, b, c, d of a header, by which (x, y) is shown at (a x + c y, b x + d y), and what ffmpeg makes of them.
@@ -359,7 +359,7 @@ SHOWN = {
 def test_a_mirrored_video_is_as_players_show_it(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_said_turned", set())
+    monkeypatch.setattr(streams, "_warned_turned", set())
     matrix, shown = SHOWN[name]
     file = write_video(tmp_path / "a.mp4", frames=9, rate=10, size=(64, 48))
     stored = np.stack([frame.pixels for frame in all_frames(file)])

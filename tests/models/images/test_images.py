@@ -155,21 +155,21 @@ def test_orientation_is_left_to_the_user(caplog):
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encoded(picture(20, 10), exif=exif)
-    images_module._said.clear()
+    images_module._warned.clear()
     assert decode(data, "torchrgb8").shape == (3, 10, 20)
     assert decode(data, "pil").getexif()[0x0112] == 6
     assert ["autorotate=True" in message for message in caplog.messages] == [True]
-    images_module._said.clear()
+    images_module._warned.clear()
 
 
 @pytest.mark.parametrize(("kind", "file_format"), [(np.uint16, "PNG"), (np.int32, "TIFF"), (np.float32, "TIFF")])
 def test_values_that_pillow_cuts_are_said_once(kind, file_format, caplog):
-    images_module._said.clear()
+    images_module._warned.clear()
     data = encoded(Image.fromarray(np.arange(64).reshape(8, 8).astype(kind) * kind(1000)), file_format)
     for _ in range(2):
         np.testing.assert_array_equal(decode(data, "rgb8"), pillow(data, "RGB"))
     assert ["have values of 16 or 32 bits" in message for message in caplog.messages] == [True]
-    images_module._said.clear()
+    images_module._warned.clear()
 
 
 def xmp_of(orientation: int, form: str = '<x tiff:Orientation="{}"/>') -> bytes:
@@ -248,10 +248,10 @@ def test_turned_images_are_named_whatever_turns_them(kind, caplog):
     if kind == "AVIF" and not features.check("avif"):
         pytest.skip("Pillow without AVIF")
     for orientation, said in ((1, []), (3, [True])):
-        images_module._said.clear()
+        images_module._warned.clear()
         decode(turned(orientation, kind), "rgb8")
         assert ["autorotate=True" in message for message in caplog.messages] == said
-    images_module._said.clear()
+    images_module._warned.clear()
 
 
 TAGS = st.lists(

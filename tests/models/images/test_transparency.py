@@ -65,9 +65,9 @@ def delivered(data: Path, encoder: Any, **options: Any) -> Iterator[tuple[str, d
 
 @pytest.fixture(autouse=True)
 def said_anew() -> Iterator[None]:
-    decoding._said.clear()
+    decoding._warned.clear()
     yield
-    decoding._said.clear()
+    decoding._warned.clear()
 
 
 FORMS: list[tuple[str | None, bool]] = [(None, False), ("pilrgba", True)]
