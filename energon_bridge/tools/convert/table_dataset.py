@@ -322,7 +322,10 @@ def _column_names(files: Sequence[Sequence[Group]]) -> tuple[str, ...]:
     for group, *_ in filled:
         if {*group.columns} != {*first.columns}:
             names = (", ".join(columns) for columns in (group.columns, first.columns))
-            raise SourceError(f"{group.path}: has the columns {next(names)}, and {first.path} {next(names)}.")
+            raise SourceError(
+                f"{group.path}: has the columns {next(names)}, and {first.path} {next(names)}. Write them with the "
+                "same columns, null where there is no value, or train on each as a dataset of a mix."
+            )
     return first.columns
 
 

@@ -158,7 +158,8 @@ def test_files_with_other_columns_are_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "data")
     parquet.write_table(arrow.table({"text": ["a"]}), path / "train-00002-of-00002.parquet")
     with pytest.raises(
-        SourceError, match=r"train-00002-of-00002\.parquet: has the columns text, and .* image, caption"
+        SourceError,
+        match=r"train-00002-of-00002\.parquet: has the columns text, and .* image, caption, year\. Write them with the",
     ):
         trained(path)
 
