@@ -27,7 +27,7 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
     """
     if _IMAGES.kind_of(f"x.{part}", data[:HEAD_BYTES]) != "image":
         return data
-    from PIL import Image  # the command line starts without it
+    from PIL import Image, UnidentifiedImageError  # the command line starts without it
 
     if (remedy := missing_package(data[:HEAD_BYTES])) is not None:
         raise SourceError(f"cannot scale down the part {part!r}: {remedy}")
@@ -48,6 +48,11 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
                     settings["quality"] = options.quality or _QUALITY
                 out = io.BytesIO()
                 made.save(out, form, **settings)
+    except UnidentifiedImageError as error:  # whose message is the place of a Python object
+        raise SourceError(
+            f"cannot scale down the part {part!r}: {type(error).__name__}: its {len(data):,} bytes are no image that "
+            "can be opened. Repair the file, or download it again."
+        ) from error
     except Exception as error:  # codecs raise anything
         raise SourceError(f"cannot scale down the part {part!r}: {type(error).__name__}: {error}") from error
     encoded = out.getvalue()
