@@ -321,6 +321,21 @@ def test_places_in_other_spellings_are_places(tmp_path: Path, media: Path, bundl
     assert torch.equal(inputs["pixel_values"], made)
 
 
+def test_images_named_by_their_places_are_taken_in_the_order_of_these(
+    tmp_path: Path, media: Path, bundle: ModelBundle
+) -> None:
+    named = {"<image_01>": "blue.png", "<image_00>": "red.png"}  # as MiniCPM's lists do
+    source = listed(tmp_path, llava("<image_01>a<image_00>color?", image=named))
+    ((shown, _, inputs),) = learned(converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN), bundle)
+    assert shown == "|user iiiiaiiiicolor? |assistant red"
+    pictures = [picture_of(one).resize((32, 32)) for one in ("blue", "red")]
+    size = {"shortest_edge": CONFIG.data.min_pixels, "longest_edge": CONFIG.data.max_pixels}
+    made = bundle.image_processor(images=pictures, return_tensors="pt", size=size)["pixel_values"]
+    assert torch.equal(inputs["pixel_values"], made)
+    unnumbered = listed(tmp_path, llava("<image>color?", image={"first": "red.png"}))
+    assert "expected the path of a file, found \"{'first': 'red.png'}\"" in refused(unnumbered, tmp_path / "no")
+
+
 @pytest.mark.parametrize(
     ("question", "complaint"),
     [

@@ -20,6 +20,7 @@ from energon_bridge.core.encoder.cooking import Cooker, basic_sample_keys
 from energon_bridge.core.errors import SampleError, SkipSample
 from energon_bridge.core.stores import FileStore
 from energon_bridge.models.conversations.conversation import own_media, with_segments
+from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import is_unanswered
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
@@ -83,7 +84,7 @@ def _media(
     kind: Medium, sample: Mapping[str, Any], content: Any, turns: Sequence[RawTurn], stores: Mapping[str, FileStore]
 ) -> Any:
     """Return the media that the JSON of a sample names, itself or in its turns, or the sample's own parts."""
-    named = content.get(f"{kind}s") or content.get(kind)
+    named = by_place(content.get(f"{kind}s") or content.get(kind))
     if not named and f"{kind}s" in stores:
         parts = (part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"])
         named = [name for part in parts if part_kind(part) == kind and (name := part_payload(part, kind)) is not None]

@@ -80,6 +80,15 @@ def spelled(text: str) -> list[MediaPlace]:
     return found
 
 
+def by_place(media: Any) -> Any:
+    """Return media that are named by their places, MiniCPM's `{"<image_00>": …}`, as a list; others as they are."""
+    places = {name: spelled(name) for name in media if isinstance(name, str)} if isinstance(media, Mapping) else {}
+    numbers = {name: found[0].number for name, found in places.items() if [one.written for one in found] == [name]}
+    if not numbers or len(numbers) < len(media) or None in numbers.values():
+        return media
+    return [media[name] for name in sorted(numbers, key=lambda name: numbers[name] or 0)]
+
+
 def unwrapped(text: str) -> str:
     """Return a text without the tags that some lists write around `<image>`: a family's template has its own."""
     return _WRAPPED.sub(lambda match: match[1] or match[2], text) if "><" in text or "<<" in text else text

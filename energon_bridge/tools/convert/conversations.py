@@ -13,6 +13,7 @@ from typing import Any
 
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, is_base64, kind_by_head, kind_by_name
+from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import chosen, filled, first_answer, is_unanswered, options_of
 from energon_bridge.models.conversations.segments import OPTIONS, entry_segments, part_options
 from energon_bridge.models.conversations.turns import (
@@ -155,7 +156,7 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
         path = value.get("path")
         if data is None and isinstance(path, str):
             return media_file(path, media, any_kind=not is_media_column(column))
-        value = data
+        value = value if data is None and not holds_media(value) else data
         if isinstance(data, bytes) and isinstance(path, str) and is_media_path(path):
             return Blob(data, path.rpartition(".")[2].lower())
     if isinstance(value, bytes):
@@ -191,9 +192,11 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
     taken: dict[str, set[str]] = {}
 
     def take(column: str, value: Any, place: str) -> None:
-        contents = as_files(value if isinstance(value, list) else [value], media, column)
+        listed = by_place(value)
+        listed = listed if isinstance(listed, list) else [listed]
+        contents = as_files(listed, media, column)
         files[column] = (*files.get(column, ()), *(contents if isinstance(contents, tuple) else (contents,)))
-        named.extend(item for item in (value if isinstance(value, list) else [value]) if is_media_path(item))
+        named.extend(item for item in listed if is_media_path(item))
         taken.setdefault(column, set()).add(place)
         if len(taken[column]) > 1:
             raise SourceError(
