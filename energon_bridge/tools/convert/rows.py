@@ -18,6 +18,8 @@ import functools
 import json
 import os
 import posixpath
+import shlex
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,8 +90,22 @@ class FileRef:
     def _unreadable(self, error: OSError | ValueError) -> SourceError:
         """Return the error for a file that is not there, or for a name that no file can have (a ValueError)."""
         remedy = "Paths are relative to the folder of the source, or to that of energon convert --media."
+        remedy = (isinstance(error, FileNotFoundError) and composed_otherwise(self.path)) or remedy
         path = self.path.encode("utf-8", "backslashreplace").decode()
         return SourceError(f"{path}: cannot read: {getattr(error, 'strerror', error)}. {remedy}")
+
+
+def composed_otherwise(path: str) -> str:
+    """Return what to do if a file is there with the letters of its name composed otherwise, as macOS does; else ""."""
+    folder, name = os.path.split(path)
+    for form in ("NFC", "NFD"):
+        if (other := unicodedata.normalize(form, name)) != name and os.path.exists(os.path.join(folder, other)):
+            wanted = "--nfc" if form == "NFD" else "--nfd"
+            return (
+                f"The file is there, but the letters of its name are composed otherwise ({form}) than in the list: "
+                f"rename the files, convmv -r -f utf8 -t utf8 {wanted} --notest {shlex.quote(folder)}"
+            )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
