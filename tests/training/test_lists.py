@@ -342,6 +342,7 @@ def test_images_named_by_their_places_are_taken_in_the_order_of_these(
         ("<image 1> color?", r"the text has 1 image places \(<image 1>\) but the sample has 2 images"),
         ("<image 2><image 3> color?", "the text has 2 image places"),
         ("<ImageHere> color?", "the text has 1 image places"),
+        ("![image](image) ![image](b.png) color?", r"a text has '!\[image\]\(image\)', which looks like a place"),
         ("<image 1><img> color?", "give each a place, numbered"),
         ("<my_image><my_image> color?", r"'<my_image>', which looks like a place"),
         ("![](red.png) ![](blue.png) color?", r"'!\[\]\(red.png\)', which looks like a place"),

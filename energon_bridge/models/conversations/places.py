@@ -31,8 +31,9 @@ _WORD = rf"({_WORDS})[ _-]?{_WHAT}?[ _#:-]*([0-9]{{1,3}})?"
 _NUMBERED = rf"({_WORDS})[ _#:-]*([0-9]{{1,3}})"
 _OPEN = r"<(?:img|\|?(?:vision|audio|image|video|im)_(?:start|bos|begin)\|?)>"
 _CLOSE = r"<(?:/img|\|?(?:vision|audio|image|video|im)_(?:end|eos)\|?)>"
+_NO_MARKDOWN = r"(?!(?<=!)\[[^\]\n]*\]\()"  # ![image](a.png)
 _SPELLED = re.compile(
-    rf"\n?(?:{_OPEN}(?=<[^<>/]{{1,30}}>{_CLOSE}))?(?:<<\s*{_WORD}\s*>>|<\|?\s*{_WORD}\s*\|?>|\[\[{_WORD}\]\]|\[{_WORD}\]"
+    rf"\n?(?:{_OPEN}(?=<[^<>/]{{1,30}}>{_CLOSE}))?(?:<<\s*{_WORD}\s*>>|<\|?\s*{_WORD}\s*\|?>|\[\[{_WORD}\]\]|{_NO_MARKDOWN}\[{_WORD}\]"
     rf"|\{{\{{ ?{_WORD} ?\}}\}}|\{{ ?{_WORD} ?\}}|<start_of_(image)>()|__{_WORD}__|%{_WORD}%|\${_WORD}\$|##{_WORD}##"
     rf"|\({_NUMBERED}\)|(?<!\w)@{_NUMBERED}(?!\w)|<(fig)(?:ure)?[ _-]?([0-9]{{1,3}})>)(?:{_CLOSE})?\n?",
     re.IGNORECASE,
