@@ -26,7 +26,7 @@ from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import list_checkpoints
 from energon_bridge.training.config import RunConfig
-from energon_bridge.training.config_file import load_config
+from energon_bridge.training.config_file import load_config, write_config
 from energon_bridge.training.module import VisionLanguageModule
 
 MAX_STEPS = 40
@@ -93,7 +93,7 @@ def test_losses_after_a_kill_are_those_of_the_uninterrupted_run(
 
 def test_the_script_goes_on_after_a_kill(dataset: Path, tmp_path: Path, uninterrupted: dict[int, str]) -> None:
     config = configuration(dataset, tmp_path / "run")
-    training.write_config(config, tmp_path / "config.yaml")
+    write_config(config, tmp_path / "config.yaml")
     command = [str(REPOSITORY / "scripts" / "pretrain_vlm.py"), f"--config={tmp_path / 'config.yaml'}"]
     import_for_training()
     program = Program(command, tmp_path)

@@ -387,12 +387,12 @@ def transparent_png() -> bytes:
 def said_anew() -> Iterator[None]:
     """Forget what was said before, and afterwards."""
     from energon_bridge.core.loader.advice import _say_crowded
-    from energon_bridge.models.images.images import _said
+    from energon_bridge.models.images.images import _warned
 
-    for forget in (_say_crowded.cache_clear, _said.clear):
+    for forget in (_say_crowded.cache_clear, _warned.clear):
         forget()
     yield
-    for forget in (_say_crowded.cache_clear, _said.clear):
+    for forget in (_say_crowded.cache_clear, _warned.clear):
         forget()
 
 
