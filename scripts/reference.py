@@ -28,7 +28,7 @@ from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import data_settings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-NOTE = "<!-- Written by scripts/reference.py: change the code, and run it again. -->"
+NOTE = "<!-- Written by scripts/reference.py -->"
 
 # The pages of the API, in the order of a first program: the modules of `energon_bridge/__init__.pyi` that begin so.
 API = {
@@ -83,7 +83,7 @@ INTEGRATIONS = {
 }
 
 
-SHARED = 3
+SHARED = 2
 """Commands that have an option in the same words, from which on the page says it once."""
 RUNS = ("plan", "which", "preview", "bench", "analyze-debug")
 """Commands that take the settings of a run."""
@@ -104,7 +104,7 @@ def cli_page() -> str:
     shared = [record for record, count in counts.items() if count >= SHARED]
     of_runs = [record for record in shared if all(record in records["energon", name].items() for name in RUNS)]
     rest = [record for record in shared if record not in of_runs]
-    lines = ["# Command line", "", NOTE, "", "`energon COMMAND --help` says more of each."]
+    lines = ["# Command line", "", NOTE, "", "`energon COMMAND --help` says more of each, with examples."]
     lines += ["If megatron-energon is installed too, the command is `energon-bridge`.", *COMPLETION]
     lines += ["", "## Options of a run", "", f"Of {', '.join(f'`energon {name}`' for name in RUNS)}:"]
     lines += ["", "```text", *map("  ".join, of_runs), "```"]
@@ -123,10 +123,8 @@ def cli_page() -> str:
 
 
 def usage(context: click.Context) -> list[str]:
-    """Return how a command is called, the first paragraph of what it does, and its examples."""
-    first, *others = inspect.cleandoc(context.command.help or "").replace("\b\n", "").rstrip().split("\n\n")
-    examples = [paragraph for paragraph in others if paragraph.removeprefix("Example:").lstrip().startswith("energon ")]
-    paragraphs = [first, *examples]
+    """Return how a command is called and the first paragraph of what it does, or of a group its commands."""
+    paragraphs = [inspect.cleandoc(context.command.help or "").replace("\b\n", "").partition("\n\n")[0]]
     if isinstance(context.command, click.Group):
         paragraphs.append("Commands: " + ", ".join(context.command.list_commands(context)))
     words = [word for word in context.command.collect_usage_pieces(context) if word != "[OPTIONS]"]

@@ -221,25 +221,30 @@ def _refuse(name: str, advice: str) -> Any:
 
 
 _REFUSES = "NotProvidedError: "
+_AS_THERE = ""
 _MEANING = {
     "ours": "`{target}`",
-    "adapter": "an adapter",
+    "adapter": _AS_THERE,
     "value": "{target}",
     "state": "{advice}",
     "refused": _REFUSES + "{advice}",
-    "type variable": "a type variable",
+    "type variable": _AS_THERE,
 }
 
 
 def render() -> str:
-    """Return tables of all names, in Markdown: those that mean the same in a row, with modules where they differ."""
+    """Return tables of names in Markdown: what is known here by another name or as a value, and what is refused.
+
+    Names that mean the same are in a row, with modules where they differ. Left out are names of our own, adapters and
+    type variables, which programs use as they did.
+    """
     meanings: dict[str, dict[str, str]] = {}
     for module, names in modules().items():
         for name in names:
             entry = describe(name, module)
             meaning = _MEANING[entry.kind].format(target=entry.target.replace(":", "."), advice=entry.advice)
             same = entry.target == f"{_OURS}:{name}"
-            meanings.setdefault(name, {})[module] = "the name of energon_bridge" if same else meaning
+            meanings.setdefault(name, {})[module] = _AS_THERE if same else meaning
     rows: dict[str, set[str]] = {}
     for name, places in meanings.items():
         differs = len(set(places.values())) > 1
@@ -252,7 +257,7 @@ def render() -> str:
         lines += [
             f"|{', '.join(sorted(names, key=lambda name: (name.lower(), name)))}|{meaning.removeprefix(_REFUSES)}|"
             for meaning, names in ordered
-            if meaning.startswith(_REFUSES) == refused
+            if meaning != _AS_THERE and meaning.startswith(_REFUSES) == refused
         ]
     return "\n".join(lines) + "\n"
 
