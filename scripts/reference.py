@@ -220,7 +220,9 @@ def api_pages() -> dict[str, str]:
     pages, names = {}, public_names()
     for name, (title, _) in API.items():
         exported = names[name]
-        overview += [f"## [{title}]({name}.md)", "", ", ".join(f"`{public}`" for public in exported), ""]
+        told = [f"`{public}`" for public in exported if not public.endswith("Error")]
+        told += ["all errors"] if len(told) < len(exported) else []
+        overview += [f"## [{title}]({name}.md)", "", ", ".join(told), ""]
         lines = [f"# {title}", "", NOTE, ""]
         for public in exported:
             lines += [f"::: energon_bridge.{public}", ""]
