@@ -436,7 +436,9 @@ def over_tensors(value: Any, change: Callable[[Any], Any], method: str) -> Any:
 
 def pin_value(value: Any) -> Any:
     """Return a value with all tensors, at any depth, in pinned host memory."""
-    return over_tensors(value, lambda entry: entry.pin_memory(), "pin_memory")
+    from energon_bridge.core.samples.stacking import pinned
+
+    return over_tensors(value, pinned, "pin_memory")
 
 
 def to_device(value: Any, device: Any, *, non_blocking: bool = True) -> Any:

@@ -32,10 +32,13 @@ _LARGE_ROW = 4096
 _MUCH_PADDING = 128 << 20
 """Bytes of padding in a batch from which a warning pays off, if one row is that much larger than the median row:"""
 _FAR_ABOVE = 8
+_FEW, _MUCH_TO_PIN = 1 << 15, 32 << 20
+"""Bytes that torch copies on this thread, and those from which on its threads pay off for a copy."""
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     dtype: torch.empty(0, dtype=dtype).numpy().dtype
-    for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
-}
+    for dtype in (torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64, torch.bool)
+} | {torch.bfloat16: np.dtype(np.int16)}
+"""The types of numpy's views of tensors; of bfloat16, which numpy lacks, the bits."""
 
 
 def is_tensor_column(values: Sequence[Any]) -> bool:
@@ -104,10 +107,10 @@ def batch_pad_stack(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     order = _memory_order(first)
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in batch))
     _note_padded(batch, len(batch) * math.prod(largest), dtype)
-    memory = _zeros([len(batch), *(largest[dim] for dim in order)], dtype, first.device)
+    memory = zeros([len(batch), *(largest[dim] for dim in order)], dtype, first.device)
     stacked = memory.permute(_undo(order))
     for row, tensor in zip(stacked, batch, strict=True):
-        row[tuple(slice(size) for size in tensor.shape)] = tensor
+        copy_numbers(tensor, row[tuple(slice(size) for size in tensor.shape)])
     return stacked
 
 
@@ -137,10 +140,10 @@ def concat_pad(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in batch), strict=True)]
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in batch))
     _note_padded(batch, sum(map(len, batch)) * math.prod(largest), dtype)
-    joined = _zeros([sum(map(len, batch)), *largest], dtype, first.device)
+    joined = zeros([sum(map(len, batch)), *largest], dtype, first.device)
     start = 0
     for tensor in batch:
-        joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
+        copy_numbers(tensor, joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))])
         start += len(tensor)
     return joined
 
@@ -169,25 +172,61 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
     order = None if first.is_contiguous() else _memory_order(first)
     rows = tensors if order is None else [tensor.permute(*order) for tensor in tensors]
-    if all(map(_is_plain, rows)):
-        # numpy copies on this thread; torch would start threads that compete with the decoding threads
-        batch = torch.from_numpy(_stack_arrays([row.numpy() for row in rows]))
+    if _are_plain(rows):
+        batch = _tensor(_stack_arrays(list(map(_array, rows))), first.dtype)
     else:
         batch = torch.stack(list(rows))
     return batch if order is None else batch.permute(_undo(order))
 
 
+# What torch copies, fills or joins in 32,768 numbers and more, it does on threads of its own: they compete with those
+# that decode, and spin while they wait for work of microseconds. So numpy does it, on this thread.
+
+
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether numpy joins tensors as torch does: without gradients, in the processor's memory, of one type."""
+    dtype = tensors[0].dtype
+    return dtype in _NUMPY_DTYPES and all(_is_plain(tensor) and tensor.dtype == dtype for tensor in tensors)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether numpy can handle a tensor as torch would."""
     usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     return usual and tensor.dtype in _NUMPY_DTYPES and not tensor.requires_grad
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """Return numpy's view of a plain tensor."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor whose view by `_array` an array is."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def copy_numbers(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy the numbers of a tensor into another one of its shape."""
+    if _are_plain([tensor, place]):
+        np.copyto(_array(place), _array(tensor))
+    else:
+        place.copy_(tensor)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in pinned memory, the same one if it is there."""
+    if not _is_plain(tensor) or not _FEW < tensor.nbytes <= _MUCH_TO_PIN or tensor.is_pinned():
+        return tensor.pin_memory()
+    copy = torch.empty_like(tensor, pin_memory=True)
+    copy_numbers(tensor, copy)
+    return copy
 
 
 def _stack_arrays(rows: list[np.ndarray]) -> np.ndarray:
     first = rows[0]
     large = first.nbytes >= _LARGE_ROW and len(rows) * first.nbytes >= streaming.LARGE
-    # Streaming stores pay off for long rows of a large batch; numpy does the rest, and all that needs converting.
-    if not large or any(row.dtype != first.dtype or not row.flags.c_contiguous for row in rows):
+    # Streaming stores pay off for long rows of a large batch; numpy does the rest.
+    if not large or not all(row.flags.c_contiguous for row in rows):
         return np.stack(rows)
     batch = lent((len(rows), *first.shape), first.dtype)
     for place, row in zip(batch, rows, strict=True):
@@ -195,27 +234,31 @@ def _stack_arrays(rows: list[np.ndarray]) -> np.ndarray:
     return batch
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu" or dtype not in _NUMPY_DTYPES or math.prod(shape) * dtype.itemsize < streaming.LARGE:
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu" or dtype not in _NUMPY_DTYPES:
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = lent(shape, _NUMPY_DTYPES[dtype])
+    kind = _NUMPY_DTYPES[dtype]
+    if math.prod(shape) * dtype.itemsize < streaming.LARGE:
+        return _tensor(np.zeros(shape, kind), dtype)
+    memory = lent(shape, kind)
     memory.fill(0)
-    return torch.from_numpy(memory)
+    return _tensor(memory, dtype)
 
 
 def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    alike = all(_is_plain(one) and one.is_contiguous() and one.dtype == tensors[0].dtype for one in tensors)
-    if not alike or sum(tensor.nbytes for tensor in tensors) < streaming.LARGE:
+    if not _are_plain(tensors):
         return torch.cat(list(tensors))
-    rows = [tensor.numpy() for tensor in tensors]
+    rows = list(map(_array, tensors))
+    if sum(tensor.nbytes for tensor in tensors) < streaming.LARGE:
+        return _tensor(np.concatenate(rows), tensors[0].dtype)
     memory = lent((sum(map(len, rows)), *rows[0].shape[1:]), rows[0].dtype)
-    if min(row.nbytes for row in rows) < _LARGE_ROW:
-        return torch.from_numpy(np.concatenate(rows, out=memory))
+    if min(row.nbytes for row in rows) < _LARGE_ROW or not all(row.flags.c_contiguous for row in rows):
+        return _tensor(np.concatenate(rows, out=memory), tensors[0].dtype)
     start = 0
     for row in rows:
         streaming.copy(row, memory[start : start + len(row)])
         start += len(row)
-    return torch.from_numpy(memory)
+    return _tensor(memory, tensors[0].dtype)
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:

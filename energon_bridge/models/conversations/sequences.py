@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from energon_bridge.core.errors import SampleError, UnfitSampleError
 from energon_bridge.core.samples import Batch, Sample, Segment, edataclass, segments_of
+from energon_bridge.core.samples.stacking import batch_stack, copy_numbers, zeros
 from energon_bridge.models.conversations.texts import as_array
 from energon_bridge.models.images.visual import concat_visual
 
@@ -164,11 +165,11 @@ def join_visual(rows: Sequence[Mapping[str, Tensor]], padded: Sequence[int], *, 
         if not values:
             continue
         shape = [max(sizes) for sizes in zip(*(value.shape[2:] for value in values), strict=True)]
-        joined = values[0].new_zeros(sum(padded), *shape)
+        joined = zeros((sum(padded), *shape), values[0].dtype, values[0].device)
         for start, value in zip(accumulate(padded, initial=0), given, strict=False):
             if value is not None:
                 sides = (start + value.shape[1], *value.shape[2:])
-                joined[(slice(start, sides[0]), *map(slice, sides[1:]))] = value[0]
+                copy_numbers(value[0], joined[(slice(start, sides[0]), *map(slice, sides[1:]))])
         visual[name] = joined.reshape(count, -1, *shape)
     return visual
 
@@ -182,8 +183,8 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: P
         tokens=pad_rows([sample.tokens for sample in samples], length, filling.pad_id),
         labels=pad_rows([sample.labels for sample in samples], length, filling.ignore),
         loss_mask=pad_rows([sample.loss_mask for sample in samples], length, 0.0),
-        position_ids=torch.arange(length).repeat(len(samples), 1),
-        attention_mask=(torch.arange(length) < torch.tensor(lengths)[:, None]).long(),
+        position_ids=torch.from_numpy(np.tile(np.arange(length), (len(samples), 1))),
+        attention_mask=torch.from_numpy((np.arange(length) < np.array(lengths)[:, None]).astype(np.int64)),
         pixel_values=visual.pop("pixel_values", None),
         visual_inputs=visual,
         answers=[sample.answer for sample in samples],
@@ -213,7 +214,7 @@ def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:
         out["mm_token_type_ids"] = pad_rows(types, length, 0)
     if any(row.mrope_position_ids is not None for row in rows):
         positions = [mrope_of(row) for row in rows]
-        out["mrope_position_ids"] = torch.stack(
+        out["mrope_position_ids"] = batch_stack(
             [pad_rows([row[axis] for row in positions], length, 0) for axis in range(3)]
         )
     return out

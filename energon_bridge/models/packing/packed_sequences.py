@@ -21,6 +21,7 @@ from torch import Tensor
 
 from energon_bridge.core.errors import ConfigurationError, OverLongSampleError, optional_packages
 from energon_bridge.core.samples import Sample, Segment, batch_meta, edataclass, segments_of
+from energon_bridge.core.samples.stacking import batch_stack, concat_pad
 from energon_bridge.models.conversations.sequences import (
     TOKEN_INPUTS,
     MultiModalBatch,
@@ -138,7 +139,7 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: PaddingValues) -> Mult
         tokens=pad_rows([pack.tokens for pack in packs], length, filling.pad_id),
         labels=pad_rows([pack.labels for pack in packs], length, filling.ignore),
         loss_mask=pad_rows([pack.loss_mask for pack in packs], length, 0.0),
-        position_ids=torch.stack(positions),
+        position_ids=batch_stack(positions),
         attention_mask=pad_rows([pack.attention_mask for pack in packs], length, 0),
         pixel_values=visual.pop("pixel_values", None),
         visual_inputs=visual,
@@ -195,7 +196,7 @@ def unpack_batch(batch: MultiModalBatch, filling: PaddingValues) -> MultiModalBa
         mrope_position_ids=(
             None
             if batch.mrope_position_ids is None
-            else torch.stack([rows(positions, 0) for positions in batch.mrope_position_ids])
+            else batch_stack([rows(positions, 0) for positions in batch.mrope_position_ids])
         ),
     )
 
@@ -233,11 +234,11 @@ def _joined_optional(samples: Sequence[MultiModalSample], padded: Sequence[int])
         )
     if any(sample.mrope_position_ids is not None for sample in samples):
         positions = [mrope_of(sample) for sample in samples]
-        out["mrope_position_ids"] = torch.stack(
+        out["mrope_position_ids"] = batch_stack(
             [_joined([position[axis] for position in positions], padded, 0) for axis in range(3)]
         )
     return out
 
 
 def _joined(parts: Sequence[Tensor], padded: Sequence[int], value: float) -> Tensor:
-    return torch.cat([pad_to(part, size, value) for part, size in zip(parts, padded, strict=True)])
+    return concat_pad([pad_to(part, size, value) for part, size in zip(parts, padded, strict=True)])

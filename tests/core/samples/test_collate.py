@@ -90,6 +90,14 @@ def test_many_small_rows_are_stacked_too():
     assert batch_pad_stack([torch.tensor([1, 2]), torch.tensor([0.5])]).tolist() == [[1.0, 2.0], [0.5, 0.0]]
 
 
+@pytest.mark.parametrize("other", [torch.int64, torch.bfloat16, torch.float16, torch.bool])
+def test_types_are_promoted_as_torch_promotes_them(other):
+    rows = [torch.ones(3, dtype=other), torch.full((3,), 2.5)]
+    assert torch.equal(batch_stack(rows), torch.stack(rows))
+    assert batch_stack(rows).dtype == batch_pad_stack([rows[0], rows[1][:2]]).dtype == torch.float32
+    assert torch.equal(concat_pad(rows), torch.cat(rows))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), "sliced", "mixed"], ids=str)
 def test_large_rows_are_stacked_too(order, dtype):

@@ -25,7 +25,7 @@ from energon_bridge.core.samples import (
     sample_type_by_name,
     sample_type_names,
 )
-from energon_bridge.core.samples.sample import SentSources
+from energon_bridge.core.samples.sample import SentSources, pin_value
 
 SOURCE = SourceInfo("/data", 3, "a.tar", ("x.jpg",))
 OTHER = SourceInfo("/more", "k", "b.tar", ("x.txt", "x.json"))
@@ -246,6 +246,25 @@ class Pair(NamedTuple):
 @dataclass(frozen=True)
 class Frozen:
     inner: Any
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_what_torch_would_pin_on_many_threads_is_pinned_on_one(monkeypatch, dtype):
+    empty_like = torch.empty_like
+    asked = []
+
+    def here(tensor: torch.Tensor, pin_memory: bool) -> torch.Tensor:  # there may be no accelerator
+        asked.append(pin_memory)
+        return empty_like(tensor)
+
+    monkeypatch.setattr(torch, "empty_like", here)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    images = torch.randint(0, 100, (2, 200, 200, 3)).to(dtype).permute(0, 3, 1, 2)
+    pinned = pin_value({"images": images})["images"]
+    assert asked == [True]
+    assert torch.equal(pinned, images)
+    assert pinned.stride() == images.stride()
+    assert pinned.data_ptr() != images.data_ptr()
 
 
 def test_pin_memory_reaches_every_tensor(monkeypatch):

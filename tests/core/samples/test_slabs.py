@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import math
+import subprocess
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -432,3 +434,51 @@ def test_lent_memory_is_used_again_when_neither_side_has_it() -> None:
     for value in range(40):
         batch_of(value)
     assert sum(slot > 0 for slot in slots_of(arena)) <= 1
+
+
+IN_A_NEW_INTERPRETER = """
+import os, sys, threading
+import torch
+torch.set_num_threads(4)
+
+def threads_of_torch():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+from energon_bridge import DefaultTaskEncoder, SampleDecoder, WorkerConfig, get_savable_loader, get_train_dataset
+from energon_bridge.core.samples.stacking import batch_stack, concat_pad
+before = threads_of_torch()
+for form in ("torchrgb8", "torchrgb"):
+    encoder = type("Encoder", (DefaultTaskEncoder,), {"decoder": SampleDecoder(image_decode=form)})()
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_train_dataset(sys.argv[1], batch_size=8, task_encoder=encoder, worker_config=config)
+    batches = iter(get_savable_loader(dataset))
+    shapes = {next(batches).image.shape for _ in range(4)}
+rows = [torch.empty(3, 200, 200, dtype=torch.bfloat16) for _ in range(4)]
+batch_stack(rows), concat_pad(rows), concat_pad([rows[0], rows[1][:, 1:]])
+threads = threads_of_torch() - before
+torch.ones(1 << 20).add_(1)
+print(shapes, threads, threads_of_torch() - before)
+"""
+
+
+def test_no_batch_starts_threads_of_torch(tmp_path: Path):
+    """Without workers they would compete with the loading threads, and with the training step."""
+    (tmp_path / "data").mkdir()
+    images = {}
+    for number in range(40):
+        out = io.BytesIO()
+        Image.effect_noise((200 + number, 240 - number), 80).convert("RGB").save(out, "JPEG")
+        images[f"{number:02}"] = {"jpg": out.getvalue(), "txt": b"noise"}
+    write_shard(tmp_path / "data" / "shard.tar", images)
+    yaml = render_dataset_yaml("CaptioningSample", {"image": "jpg", "caption": "txt"})
+    prepare_dataset(tmp_path / "data", split=parse_patterns(["train:.*"]), dataset_yaml=yaml)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_NEW_INTERPRETER, str(tmp_path / "data")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *_, ours, torchs = done.stdout.split()
+    assert (int(ours), int(torchs)) == (0, 3), done.stdout
