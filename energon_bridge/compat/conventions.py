@@ -27,7 +27,8 @@ from energon_bridge.core.order.blend import InTurns
 from energon_bridge.core.order.choose import PassDraws
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.order.topology import Ownership
-from energon_bridge.core.stream.conventions import Conventions, PassLeaf, attach
+from energon_bridge.core.stream.conventions import Conventions, PassLeaf
+from energon_bridge.core.stream.pipeline import attach
 
 ENDLESS = 1 << 62
 """Number of steps that stands for a pass which repeats without end."""
@@ -95,16 +96,16 @@ class EnergonConventions(Conventions):
         """Return the whole size: code may rely on full buffers."""
         return size
 
-    def batch_number(self, number: int, *, ranks: int) -> int:
-        """Return the number of a microbatch among those of its rank."""
-        return number // ranks
+    def batch_numbers(self, ranks: int) -> Callable[[int], int]:
+        """Return a function that numbers microbatches among those of their rank."""
+        return lambda number: number // ranks
 
     def sample_numbers(self, lane: int, *, num_lanes: int, rows: int, ranks: int, workers: int) -> Callable[[int], int]:
         """Return a function that numbers draws as megatron-energon: each worker counts its own, workers take turns."""
 
         def number_of(draw: int) -> int:
             turn, row = divmod(draw, rows)
-            batch, worker = divmod(self.batch_number(turn * num_lanes + lane, ranks=ranks), workers)
+            batch, worker = divmod((turn * num_lanes + lane) // ranks, workers)
             return (batch * rows + row) * workers + worker
 
         return number_of

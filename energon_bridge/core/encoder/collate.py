@@ -139,6 +139,12 @@ def generic_batch(batch: Sequence[Any]) -> Any:
     return batch_samples(batch, kind)
 
 
+def batch_of(samples: Sequence[Any]) -> Any:
+    """Collate samples into a record of their own type, tensors padded and stacked; what are no records, as a column."""
+    kind = type(samples[0])
+    return batch_samples(samples, kind) if is_record_type(kind) else generic_batch(samples)
+
+
 def batch_samples(
     samples: Sequence[Any],
     result_type: type,

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 from energon_bridge.core.encoder import hooks
 from energon_bridge.core.encoder.collate import (
     Action,
+    batch_of,
     batch_samples,
     convert_record,
     generic_batch,
-    is_record_type,
     target_fields,
 )
 from energon_bridge.core.encoder.cooking import Cooker, cook_sample
@@ -190,8 +190,7 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     @default_hook
     def batch(self, samples: list[EncodedT]) -> RawBatchT | Iterator[RawBatchT]:
         """Collate samples. By default into a record of their own type, tensors padded and stacked."""
-        kind = type(samples[0])
-        return batch_samples(samples, kind) if is_record_type(kind) else generic_batch(samples)
+        return batch_of(samples)
 
     @default_hook
     def encode_batch(self, batch: RawBatchT) -> BatchT | Iterator[BatchT]:

@@ -29,10 +29,10 @@ from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.core.registry import load
 from energon_bridge.core.storage.store import REQUESTS
-from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.finite import mask_loss
 from energon_bridge.core.stream.lane import Production
 from energon_bridge.core.stream.leaf import Leaf
+from energon_bridge.core.stream.pipeline import attach
 from energon_bridge.core.stream.state import LaneBatch
 from energon_bridge.core.stream.watchdog import WatchdogSettings
 from energon_bridge.core.worker_config import WorkerConfig
@@ -248,9 +248,9 @@ class Delivery:
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         position = self.position.for_worker()
-        for item, (lane, _) in zip(self._held, self._due(), strict=False):
+        for item in self._held:
             assert item.state is not None  # only endless streams hold something back
-            position.lanes[lane] = item.state
+            position.lanes[item.unit] = item.state
         return Work(
             number=worker,
             position=position,

@@ -142,10 +142,6 @@ class Position(ABC):
         other.plan = self.plan.without_group()
         return other
 
-    def lane(self) -> int | None:
-        """Return the lane that this rank delivers next; None if its next microbatch does not exist."""
-        return self.ownership.lane_in_step(self._rank, self.microbatches)
-
     def waiting(self, item: LaneBatch | None = None) -> Counter[int]:
         """Return how many samples of each leaf the lanes of this rank hold: drawn, and neither delivered nor lost.
 
@@ -153,8 +149,8 @@ class Position(ABC):
             item: The microbatch that is delivered next, if its lane is to count as after it.
         """
         lanes = dict(self.lanes)
-        if item is not None and item.state is not None and (lane := self.lane()) is not None:
-            lanes[lane] = item.state
+        if item is not None and item.state is not None:
+            lanes[item.unit] = item.state
         counted = Counter[int]()
         for number, state in lanes.items():
             # Samples in a buffer that lanes share count once.
@@ -375,16 +371,15 @@ class EndlessRun(Position):
 
     @property
     def is_masked(self) -> bool:
-        return not self.ownership.even and self.lane() is None
+        owned = self.ownership
+        return not owned.even and owned.lane_in_step(self._rank, self.microbatches) is None
 
     def take(self, item: LaneBatch) -> None:
-        lane = self.lane()
-        assert lane is not None
         assert item.state is not None
-        self.lanes[lane] = item.state
+        self.lanes[item.unit] = item.state
 
     def _step(self) -> int:
-        return self.ownership.step_size(self.microbatches)
+        return self._ranks if self.ownership.even else self.ownership.step_size(self.microbatches)
 
     def _lanes_of(self, ownership: Ownership) -> range:
         return ownership.lanes_of(self._rank)

@@ -121,8 +121,9 @@ def lane_units(ownership: Ownership, rank: int, m: int, num_workers: int) -> Ite
     while lane is None:  # in the steps until the rank delivers a real microbatch
         lane = ownership.lane_in_step(rank, m)
         m += ownership.step_size(m)
-    for place in itertools.count(lanes.index(lane)):
-        yield lanes[place % len(lanes)], place % len(lanes) % num_workers
+    units = [(lane, place % num_workers) for place, lane in enumerate(lanes)]
+    first = lanes.index(lane)
+    return itertools.cycle(units[first:] + units[:first])
 
 
 def step_units(steps: range, rank: int, num_workers: int) -> Iterator[tuple[int, int]]:

@@ -5,5 +5,5 @@
 again, after a restore too. `loading` loads draws, by `reader` (bytes), `values` (parts) and `leaf` (one dataset).
 `user_code` runs every hook of the user's, `returned` checks what they return, `policy` decides on failures and
 `failures` names them. `pipeline` holds what lanes of a process share, `settings` is the record of a run, `state` that
-of a lane, and `restore_keys` names what was delivered.
+of a lane, with the keys that name what was delivered.
 """

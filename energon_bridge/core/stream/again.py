@@ -14,9 +14,17 @@ from energon_bridge.core.order.choose import Picks
 from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, named
 from energon_bridge.core.stream.loading import PendingLoads, load_picks
 from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.restore_keys import PlainKey, RowKey, SampleKey, read_key
 from energon_bridge.core.stream.rows import BatchRow, size_of
-from energon_bridge.core.stream.state import COLUMNS, Counts, SampleRef, as_members
+from energon_bridge.core.stream.state import (
+    COLUMNS,
+    Counts,
+    PlainKey,
+    RowKey,
+    SampleKey,
+    SampleRef,
+    as_members,
+    read_key,
+)
 
 _ENCODED_AGAIN = COLUMNS.index("encoded_again")
 _AT_A_TIME = 64

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol
 
 from energon_bridge.core.order.choose import OrderedLeaf, PassDraws
 from energon_bridge.core.order.topology import Ownership
-from energon_bridge.core.samples import Batch, Sample
 
 _GOLDEN = 0.6180339887498949
 
@@ -55,12 +54,16 @@ class Conventions:
         listing_has_length: Whether the length of a pass that is packed or grouped is that of its listing; else each
             sample counts as a row.
         no_number: `hooks.NUMBER` for a draw that is not numbered.
+        delivered: Makes of a batch, or of a sample that is delivered alone, what programs expect; None: nothing else.
+        attach: Sets a meta field of a batch, by its name; None: `attach` of `pipeline.py` does.
     """
 
     stands_for: ClassVar[str | None] = None
     masks: ClassVar[bool] = True
     listing_has_length: ClassVar[bool] = True
     no_number: ClassVar[int] = -1
+    delivered: ClassVar[Callable[..., Any] | None] = None
+    attach: ClassVar[Callable[..., None] | None] = None
 
     # Passes and epochs -----------------------------------------------------------------------------------------------
 
@@ -102,9 +105,9 @@ class Conventions:
 
     # What hooks and programs see -------------------------------------------------------------------------------------
 
-    def batch_number(self, number: int, *, ranks: int) -> int:
-        """Return the number that hooks see of a microbatch of the run."""
-        return number
+    def batch_numbers(self, ranks: int) -> Callable[[int], int] | None:
+        """Return what numbers the microbatches of the run for hooks; None: they see the run's own numbers."""
+        return None
 
     def sample_numbers(
         self, lane: int, *, num_lanes: int, rows: int, ranks: int, workers: int
@@ -112,30 +115,6 @@ class Conventions:
         """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
         return None
 
-    def attach(self, batch: Any, name: str, value: Any) -> None:
-        """Set a meta field of a batch."""
-        attach(batch, name, value)
-
-    def delivered(self, batch: Any) -> Any:
-        """Return a batch, or a sample that is delivered alone, as programs expect it."""
-        return batch
-
     def raised(self, error: Exception, on_error: Any) -> BaseException:
         """Return what a program gets for an error of the stream, by the policy for samples that fail."""
         return error
-
-
-def attach(batch: Any, name: str, value: Any) -> None:
-    """Set a meta field of a batch: an entry of a dict, otherwise an attribute if the type allows it."""
-    if isinstance(batch, dict):
-        batch[name] = value
-        return
-    try:
-        if not isinstance(batch, (Batch, Sample)):
-            import torch  # commands that show states do without
-
-            if isinstance(batch, torch.Tensor):
-                return
-        setattr(batch, name, value)
-    except AttributeError:  # like tensors, tuples and foreign slotted types carry no meta fields
-        pass

@@ -17,7 +17,6 @@ from energon_bridge.core.stream.again import reencode
 from energon_bridge.core.stream.loading import PendingLoads, SampleColumns
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.reader import DrawSpan
-from energon_bridge.core.stream.restore_keys import SampleKey
 from energon_bridge.core.stream.rows import BatchRow, Taken, rows_of
 from energon_bridge.core.stream.state import (
     COLUMNS,
@@ -25,6 +24,7 @@ from energon_bridge.core.stream.state import (
     BufferedRefs,
     Counts,
     LaneState,
+    SampleKey,
 )
 from energon_bridge.core.stream.user_code import BegunDraw
 from energon_bridge.core.stream.values import FailedSample

@@ -233,6 +233,7 @@ def reported(stream: Stream, unit: int) -> LaneBatch:
         if raised is not error:
             raise raised from None
         raise
+    item.unit = unit
     if pipeline.judge.pending:
         item.reports = pipeline.judge.taken()
     item.seconds = pipeline.seconds_since(start)

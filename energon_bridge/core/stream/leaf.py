@@ -34,8 +34,8 @@ from energon_bridge.core.stores import (
 )
 from energon_bridge.core.stream.failures import SamplePlace
 from energon_bridge.core.stream.reader import LeafReader, Reader, ShardReader, Unreadable
-from energon_bridge.core.stream.restore_keys import SampleKey
 from energon_bridge.core.stream.settings import StreamSettings
+from energon_bridge.core.stream.state import SampleKey
 from energon_bridge.core.stream.user_code import Attempt, Begin, PendingSample
 from energon_bridge.core.stream.values import (
     EXCLUDED,

@@ -21,8 +21,8 @@ from energon_bridge.core.samples.stacking import Lender, Slab, SlabPool
 from energon_bridge.core.storage.helpers import Threads
 from energon_bridge.core.stream.leaf import Leaf, LeafSource, StorePool
 from energon_bridge.core.stream.reader import DrawSpan, RoundBuffer
-from energon_bridge.core.stream.restore_keys import SampleKey
 from energon_bridge.core.stream.settings import StreamSettings
+from energon_bridge.core.stream.state import SampleKey
 from energon_bridge.core.stream.values import BANNED, Columns
 from energon_bridge.core.stream.watchdog import Activities
 

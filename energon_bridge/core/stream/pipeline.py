@@ -21,13 +21,11 @@ from energon_bridge.core.samples.sample import SentSources
 from energon_bridge.core.samples.stacking import Padded, Stacking
 from energon_bridge.core.storage.store import MADE, values_of
 from energon_bridge.core.stream.budget import Budget
-from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.leaf import Leaf, cooker_of
 from energon_bridge.core.stream.loading import Loading
 from energon_bridge.core.stream.policy import FailureTracker
-from energon_bridge.core.stream.restore_keys import PlainKey, SampleKey, batch_key, samples_of
 from energon_bridge.core.stream.settings import StreamSettings
-from energon_bridge.core.stream.state import COUNTERS, Counts
+from energon_bridge.core.stream.state import COUNTERS, Counts, PlainKey, SampleKey, batch_key, samples_of
 from energon_bridge.core.stream.user_code import AS_IT_IS, BegunDraw, OwnHooks, PendingSample, UserCode, running_hooks
 from energon_bridge.core.stream.values import BANNED, FailedSample, has_code
 from energon_bridge.core.stream.watchdog import Activities, Watchdog
@@ -61,7 +59,9 @@ class Pipeline:
         self.settings = settings
         run = settings.run
         self.rows = run.rows
-        self.conventions = run.conventions
+        self.conventions = conventions = run.conventions
+        self._delivered = conventions.delivered
+        self._attach = conventions.attach or attach
         makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
         words = () if settings.worker is None else settings.worker.words
         activities = Activities(words[1:])
@@ -73,10 +73,10 @@ class Pipeline:
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.code = UserCode(run.task_encoder, own, self.judge, self.source, words[0] if words else None)
         self._ranks = settings.config.dp_size
+        self._workers = settings.config.processes
+        self._batch_number = conventions.batch_numbers(self._ranks)
         self._batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
-        self._ranks = settings.config.dp_size
-        self._workers = settings.config.processes
         self.watchdog = self._new_watchdog(activities)
         self.warned_of_groups = False
         self.waiting_rows = WaitingRows()
@@ -185,9 +185,9 @@ class Pipeline:
         None if a hook fails; without `counts`, what it raises is raised.
         """
         if self.settings.run.batch_size is None and not self.own.groups:
-            batches = [self.conventions.delivered(samples[0])]
+            batches = samples[:1]
             self.code.worked(Hook.BATCH, leaves)
-            self.conventions.attach(batches[0], "__restore_key__", keys[0])
+            restore_keys = keys[:1]
         else:
             _, index, epoch, output = samples_of(keys[0])[0]
             ref = (leaves[0], index, epoch, output)
@@ -203,15 +203,18 @@ class Pipeline:
                 self._say_padded(slabs.padded, keys, leaves)
             if made is None:
                 return None
-            batches = [self.conventions.delivered(batch) for batch in made]
-            for output, batch in enumerate(batches):
-                key = batch_key(lane, number + output, keys, output if len(batches) > 1 else None)
-                self.conventions.attach(batch, "__restore_key__", key)
-        for batch in batches:
+            batches = made
+            restore_keys = [
+                batch_key(lane, number + output, keys, output if len(made) > 1 else None) for output in range(len(made))
+            ]
+        if self._delivered is not None:
+            batches = list(map(self._delivered, batches))
+        for batch, key in zip(batches, restore_keys, strict=True):
+            self._attach(batch, "__restore_key__", key)
             if not (self.settings.worker is not None and isinstance(batch, Batch | Sample | dict)):
-                self.conventions.attach(batch, "__valid__", real_rows(len(samples)))
+                self._attach(batch, "__valid__", real_rows(len(samples)))
                 continue
-            self.conventions.attach(batch, "__valid__", RealRows(len(samples)))
+            self._attach(batch, "__valid__", RealRows(len(samples)))
             sources = batch.get("__sources__") if isinstance(batch, dict) else getattr(batch, "__sources__", None)
             if type(sources) is tuple:
                 attach(batch, "__sources__", SentSources(sources))
@@ -257,7 +260,7 @@ class Pipeline:
         """Return the number of a microbatch as hooks see it."""
         # In a lane, `number` counts its own microbatches; a pass has no lanes.
         whole = number if lane < 0 else number * self.settings.num_lanes + lane
-        return self.conventions.batch_number(whole, ranks=self._ranks)
+        return whole if self._batch_number is None else self._batch_number(whole)
 
     def sample_numbers(self, lane: int) -> Callable[[int], int] | None:
         """Return the function from a draw of a lane to its number for hooks; None: draws are not numbered."""
@@ -316,6 +319,18 @@ class Pipeline:
         config = self.settings.config
         put_back = restoring or not config.num_workers  # a worker's generators are its own
         return running_hooks(run.cache_pool, self.code.tally, put_back=put_back, config=config)
+
+
+def attach(batch: Any, name: str, value: Any) -> None:
+    """Set a meta field of a batch: an entry of a dict, otherwise an attribute if the type allows it."""
+    if isinstance(batch, dict):
+        batch[name] = value
+        return
+    try:
+        if not isinstance(batch, torch.Tensor):
+            setattr(batch, name, value)
+    except AttributeError:  # like tensors, tuples and foreign slotted types carry no meta fields
+        pass
 
 
 def members_of_rows(leaves: Sequence[int], keys: Iterable[PlainKey]) -> Iterator[tuple[int, int]]:

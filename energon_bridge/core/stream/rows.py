@@ -17,8 +17,7 @@ from energon_bridge.core.encoder.deferred import Deferred, field_items
 from energon_bridge.core.encoder.hooks import NUMBER
 from energon_bridge.core.stream.loading import PendingLoads, SampleColumns
 from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.restore_keys import PlainKey, pack_key
-from energon_bridge.core.stream.state import COLUMNS, Counts, LaneState, SampleRef, Stage
+from energon_bridge.core.stream.state import COLUMNS, Counts, LaneState, PlainKey, SampleRef, Stage, pack_key
 
 _BYTES = COLUMNS.index("bytes")
 _BYTES_OF_NUMBER = 32

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 import torch
 
+from energon_bridge.core.encoder.collate import batch_of
 from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.encoder.hooks import (
     BATCH,
@@ -371,9 +372,10 @@ class UserCode:
         """
         key = self.source(ref[0]).user_key
         with Step(self, Hook.BATCH, samples, key, ref, counts, members) as step, self._delivered():
-            if self.own.batches:
-                step.begin(Hook.BATCH, ref[3])
-                BATCH.set(number)
+            if not self.own.batches:
+                return [batch_of(samples)]
+            step.begin(Hook.BATCH, ref[3])
+            BATCH.set(number)
             raw = self._listed(self.encoder.batch(samples), "the batch")
             self.now.hook = Hook.ENCODE_BATCH
             return [out for batch in raw for out in self._listed(self.encoder.encode_batch(batch), "the batch")]

@@ -31,7 +31,7 @@ from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.core.stream.failures import SamplePlace
 from energon_bridge.core.stream.reader import RoundBuffer, Unread, Unreadable
-from energon_bridge.core.stream.restore_keys import SampleKey
+from energon_bridge.core.stream.state import SampleKey
 from energon_bridge.core.stream.user_code import Attempt, Begin, PendingSample
 from energon_bridge.core.stream.watchdog import INDEX, Activities
 

@@ -25,8 +25,7 @@ from energon_bridge.core.order.choose import Picks
 from energon_bridge.core.stream.failures import SamplePlace
 from energon_bridge.core.stream.loading import load_picks
 from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.restore_keys import SampleKey
-from energon_bridge.core.stream.state import SampleRef, as_members
+from energon_bridge.core.stream.state import SampleKey, SampleRef, as_members
 from energon_bridge.core.stream.user_code import PendingSample
 from energon_bridge.core.stream.values import FailedSample, has_code
 from energon_bridge.core.worker_config import available_cores

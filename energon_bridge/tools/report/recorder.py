@@ -25,8 +25,7 @@ from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import State, read
-from energon_bridge.core.stream.restore_keys import SampleKey, read_key
-from energon_bridge.core.stream.state import COUNTERS
+from energon_bridge.core.stream.state import COUNTERS, SampleKey, read_key
 
 MOST_POINTS = 1000
 """Points of a curve; beyond them, neighbours become one."""
