@@ -1,6 +1,6 @@
 """Collating: how rows become a batch, and records of one type become another.
 
-`batch_samples` makes one record of many: the meta fields in their own way (`samples.sample`), each other field by its
+`batch_samples` makes one record of many: the meta fields in their own way, each other field by its
 action. The default action, `generic_batch`, pads and stacks tensors, goes into dicts, dataclasses and named tuples,
 and leaves everything else (numbers, strings, lists, arrays, Pillow images) a list with one entry per row.
 """
@@ -13,9 +13,10 @@ from operator import attrgetter
 from typing import Any, cast
 
 from energon_bridge.core.errors import ConfigurationError, UnfitSampleError
-from energon_bridge.core.samples import META_FIELDS, batch_meta, field_names, init_field_names, required_field_names
+from energon_bridge.core.samples import META_FIELDS, field_names, init_field_names, required_field_names
 from energon_bridge.core.samples.sample import once_per_class
 from energon_bridge.core.samples.stacking import (
+    batch_meta,
     batch_pad_stack as batch_pad_stack,
     batch_stack as batch_stack,
     concat_pad as concat_pad,

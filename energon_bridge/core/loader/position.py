@@ -74,6 +74,8 @@ class Position(ABC):
         self._bans: tuple[Ban, ...] = ()
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
+        # States have the marks of the data as it is now: until the first is saved, it may be written again.
+        _ = plan.data.marks
 
     # Going on --------------------------------------------------------------------------------------------------------
 
@@ -327,10 +329,9 @@ class Position(ABC):
                 sums=(),  # by amounts, lanes begin anew with the new mix
             )
         nothing = dict.fromkeys(COUNTERS, 0)
-        self.counts = Counts()
-        for leaf, old in enumerate(kept):
-            if counts and old is not None:
-                self.counts.of(leaf)[: len(COUNTERS)] = saved[old]["counts"].values()
+        # The last of `COLUMNS` is of this loader alone.
+        known = [(leaf, saved[old]["counts"]) for leaf, old in enumerate(kept) if counts and old is not None]
+        self.counts = Counts({leaf: [*counted.values(), 0] for leaf, counted in known})
         self._parked = [saved[old] | {"parked": True} | ({} if counts else {"counts": nothing}) for old in gone]
 
 

@@ -277,7 +277,8 @@ class Sample(_Record):
         for sample in present:
             names = init_field_names(type(sample))
             merged.update({name: getattr(sample, name) for name in names if name not in META_FIELDS})
-        merged["__sources__"] = _concatenated([primary.__sources__, *(sample.__sources__ for sample in present)])
+        sources = [sample.__sources__ for sample in (primary, *present) if sample.__sources__ is not None]
+        merged["__sources__"] = tuple(chain.from_iterable(sources)) if sources else None
         return cls(**{**merged, **values})
 
 
@@ -341,7 +342,7 @@ class Batch(_Record):
         column stays a list. Raises ConfigurationError if there is no sample, a required field is in no sample, or the
         tensors of a column differ in rank.
         """
-        from energon_bridge.core.samples.stacking import batch_pad_stack, is_tensor_column
+        from energon_bridge.core.samples.stacking import batch_meta, batch_pad_stack, is_tensor_column
 
         if not samples:
             raise ConfigurationError(f"{cls.__name__}.from_samples got no samples; it needs at least one")
@@ -368,26 +369,6 @@ def add_source_info(sample: Sample | Batch | CrudeSample, *infos: SourceInfo) ->
         sample["__sources__"] = (*(sample.get("__sources__") or ()), *infos)
     else:
         sample.__sources__ = (*(sample.__sources__ or ()), *infos)
-
-
-def batch_meta(name: str, column: list[Any]) -> Any:
-    """Collate one meta field of the rows of a batch (see the module docstring)."""
-    return _META_COLLATORS[name](column)
-
-
-def _concatenated(sources: list[tuple[SourceInfo, ...] | None]) -> tuple[SourceInfo, ...] | None:
-    present = [entry for entry in sources if entry is not None]
-    return tuple(chain.from_iterable(present)) if present else None
-
-
-_META_COLLATORS: dict[str, Callable[[list[Any]], Any]] = {
-    "__key__": list,
-    "__restore_key__": tuple,
-    "__subflavors__": list,
-    "__sources__": _concatenated,
-    # Rows do not know whether they are real or masked; the caller sets it.
-    "__valid__": lambda _: None,
-}
 
 
 def _column(samples: Sequence[Any], name: str) -> list[Any] | None:

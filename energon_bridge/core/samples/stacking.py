@@ -1,4 +1,4 @@
-"""Joins tensors of several samples, stacked or zero-padded, and lends the memory in which they need not be copied.
+"""Joins the fields of several samples: tensors stacked or zero-padded, in memory that is lent where they need no copy.
 
 Decoded images are views: shape (channels, height, width) over memory in the order (height, width, channels). Stacking
 such views directly would gather every row one element at a time (16 times slower for 256 px images). So rows are
@@ -10,6 +10,7 @@ to memory shared with the training process.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import weakref
@@ -39,6 +40,16 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     for dtype in (torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64, torch.bool)
 } | {torch.bfloat16: np.dtype(np.int16)}
 """The types of numpy's views of tensors; of bfloat16, which numpy lacks, the bits."""
+
+
+def batch_meta(name: str, column: list[Any]) -> Any:
+    """Join one meta field of the rows of a batch; what each holds there, `sample.py` says."""
+    if name == "__sources__":
+        present = [sources for sources in column if sources is not None]
+        return tuple(itertools.chain.from_iterable(present)) if present else None
+    if name == "__valid__":  # rows do not know whether they are real or masked: the caller sets it
+        return None
+    return tuple(column) if name == "__restore_key__" else list(column)
 
 
 def is_tensor_column(values: Sequence[Any]) -> bool:

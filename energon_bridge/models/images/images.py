@@ -403,9 +403,12 @@ def _opened(
     stream: io.BytesIO, data: bytes | bytearray | memoryview, form: ImageForm, part: str
 ) -> ImageFile.ImageFile:
     """Open an image of a format and size that are decoded."""
-    if (known := _format_of(data)) is not None:
-        load_codec(known.codec)
-    image = Image.open(stream, formats=_formats_for(data, part))
+    try:
+        image = Image.open(stream, formats=_PILLOW_FORMATS)
+    except UnidentifiedImageError:  # of a format that a package of its own decodes, or that only its name tells
+        if (known := _format_of(data)) is not None:
+            load_codec(known.codec)
+        image = Image.open(stream, formats=_formats_for(data, part))
     check_size(image.size, form)
     return image
 

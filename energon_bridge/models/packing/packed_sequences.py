@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from energon_bridge.core.errors import ConfigurationError, OverLongSampleError, optional_packages
-from energon_bridge.core.samples import Sample, Segment, batch_meta, edataclass, segments_of
-from energon_bridge.core.samples.stacking import batch_stack, concat_pad
+from energon_bridge.core.samples import Sample, Segment, edataclass, segments_of
+from energon_bridge.core.samples.stacking import batch_meta, batch_stack, concat_pad
 from energon_bridge.models.conversations.sequences import (
     TOKEN_INPUTS,
     MultiModalBatch,
