@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.storage import write_file
-from energon_bridge.models.conversations.multimodal import MultiModalBatch
+from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, MultiModalBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,9 @@ def visible_images(
     per_image: int | None,
     video_token_id: int | None = None,
 ) -> dict[str, Tensor]:
-    """Leave out images that come after the prompts; videos are kept, and must be inside the prompts.
+    """Leave out images that come after the prompts, and align inputs per token with these.
+
+    Videos are kept, and must be inside the prompts.
 
     Args:
         inputs: The image processor's results for all images of the batch: a row for each image, or, with an
@@ -113,7 +115,10 @@ def visible_images(
     else:
         videos = {}
     if torch.equal(_count(prompts, image_token_id), _count(batch.tokens, image_token_id)):
-        return {**inputs, **videos}
+        of_tokens = {
+            name: _aligned(inputs[name], batch, prompts, TOKEN_INPUTS[name]) for name in TOKEN_INPUTS.keys() & inputs
+        }
+        return {**inputs, **of_tokens, **videos}
     shown = _images_in(prompts, image_token_id, per_image)
     if _images_in(batch.tokens, image_token_id, per_image) != list(batch.num_images):
         raise ConfigurationError(_NOT_TOLD.format(what="images", keys=batch.__key__, why="images stand side by side"))
@@ -138,6 +143,14 @@ _NOT_TOLD = (
     "samples {keys} have {what} behind the first answer, and the {what} of a prompt cannot be told from the others: "
     "{why}. Set validation.generate=false"
 )
+
+
+def _aligned(values: Tensor, batch: MultiModalBatch, prompts: Tensor, padding: int) -> Tensor:
+    """Return values of the tokens of a batch, (B, S, …), where `prompts_of` has put these, (B, P, …)."""
+    aligned = values.new_full((*prompts.shape, *values.shape[2:]), padding)
+    for row, length in enumerate(prompt_lengths(batch).tolist()):
+        aligned[row, prompts.shape[1] - length :] = values[row, :length]
+    return aligned
 
 
 def _count(tokens: Tensor, image_token_id: int) -> Tensor:

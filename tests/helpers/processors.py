@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.families import ChatSample, VideoFrames
@@ -69,16 +70,25 @@ PARTS: dict[str, dict[str, str]] = {
     "NemotronH_Omni_Reasoning_V3Processor": {"feature_extractor": "ParakeetFeatureExtractor"},
 }
 """Parts that the mappings of transformers do not name."""
+_SLICES = {  # of small images, few of them
+    f"{part}_processor.{name}": value
+    for part in ("image", "video")
+    for name, value in (("scale_resolution", 112), ("max_slice_nums", 4))
+}
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "AyaVisionProcessor": {"image_processor.max_patches": 4},  # of the default 12, which take seconds
     "Idefics3Processor": {"image_processor.size": {"longest_edge": 728}},  # four tiles of the default sixteen
     "Ernie4_5_VLMoeProcessor": {"video_processor.draw_on_frames": False},  # with a font of its own
+    "MiniCPMOcrProcessor": _SLICES,
+    "MiniCPMV4_6Processor": _SLICES,
+    "MiniCPMV4_7Processor": _SLICES,
     "PaliGemmaProcessor": {"image_processor.image_seq_length": 16},
     "Qwen3OmniMoeProcessor": {"image_processor.patch_size": 16, "video_processor.patch_size": 16},
     "Qwen3VLProcessor": {"image_processor.patch_size": 16},
 }
 """Attributes of parts that the defaults leave out, or that the models of a class need."""
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_MERGED = {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}
 MODELS: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config.patch_size": 16, "vision_config.image_size": 384},
     "gemma3": {"vision_config.image_size": 224, "vision_config.patch_size": 14},
@@ -91,6 +101,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "glm4v": {"text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
     "internvl": {"vision_config.patch_size": [24, 24], "vision_config.image_size": [384, 384]},
+    "minicpm_ocr": _MERGED,
+    "minicpmv4_6": _MERGED,
+    "minicpmv4_7": _MERGED,
     "mistral3": {"vision_config.patch_size": 16},
     "mllama": {
         "text_config.cross_attention_layers": [1],
@@ -100,6 +113,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config.vision_output_dim": 96,
     },
     "paddleocr_vl": {"text_config.rope_parameters": _MROPE},
+    "paligemma": {"vision_config.patch_size": 56, "vision_config.image_size": 224},
     "qwen2_audio": {"audio_config.num_mel_bins": 80},
     "qwen2_vl": {"text_config.rope_parameters": _MROPE},
     "qwen2_5_vl": {"text_config.rope_parameters": _MROPE},
@@ -107,6 +121,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"text_config.rope_parameters": _MROPE, "audio_config.num_mel_bins": 80},
 }
 """Settings of models that fit the defaults of their processors."""
+WORDS: dict[str, dict[str, str]] = {"PaliGemmaProcessor": {"image_token": "<image>"}}
+"""Special tokens without whose own text a processor takes no image."""
+VIDEOLESS = {"MiniCPMV4_6Processor", "MiniCPMV4_7Processor"}
+"""Processors whose images need no torchvision; without it, they have a part here that takes no videos."""
+ONE_QUESTION = {"PaliGemmaProcessor"}
+"""Processors that take one question, and its answer apart."""
 PADDED = {"AudioFlamingo3Processor", "GlmAsrProcessor", "MusicFlamingoProcessor"}
 """Processors that pad sounds to 30 seconds, unless a call says how to pad."""
 REPLACING = ("replace_image_token", "replace_video_token", "replace_audio_token")
@@ -145,7 +165,7 @@ def tiny_tokenizer(kind: type) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(TEXTS, trainer)
-    constants = dict(re.findall(r"self\.(\w+_token) = [\"'](\S+)[\"']", source))
+    constants = dict(re.findall(r"self\.(\w+_token) = [\"'](\S+)[\"']", source)) | WORDS.get(kind.__name__, {})
     own = {name: constants.get(name, f"<|{name.removesuffix('_token')}|>") for name in names}
     made = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -171,6 +191,10 @@ def tiny_processor(name: str) -> ProcessorMixin:
             continue
         part = PARTS.get(name, {}).get(attribute)
         of_model = processor_classes()[name][0]
+        if attribute == "video_processor" and name in VIDEOLESS and not is_torchvision_available():
+            arguments[attribute] = BaseVideoProcessor(slice_mode=True, downsample_mode="16x")
+            kind = type(name, (kind,), {"check_argument_for_proper_class": lambda self, name, part: type(part)})
+            continue
         arguments[attribute] = getattr(transformers, part)() if part else tiny_part(of_model, attribute)
     for place, value in ATTRIBUTES.get(name, {}).items():
         attribute, _, field = place.partition(".")
@@ -217,11 +241,13 @@ def tiny_model_config(model_type: str, processor: ProcessorMixin) -> Any:
         part, _, name = place.rpartition(".")
         setattr(getattr(config, part) if part else config, name, value)
     for name in list(vars(config)):
-        one = next((one for one in _TOKENS if name in (f"{one}_token_id", f"{one}_token_index")), None)
+        one = next((one for one in _TOKENS if name in (f"{one}_token_id", f"{one}_token_index", f"{one}_id")), None)
         holders = [(processor.tokenizer, f"{one}_token_id"), (processor, f"{one}_token_id"), (processor, f"{one}_id")]
         known = [token for holder, attribute in holders if (token := getattr(holder, attribute, None)) is not None]
         if one is not None and known:
             setattr(config, name, known[0])
+    if hasattr(config, "newline_id"):
+        (config.newline_id,) = processor.tokenizer("\n", add_special_tokens=False).input_ids
     if model_type.endswith("thinker"):
         for ours, theirs in (
             ("vision_start", "vision_bos"),
@@ -251,7 +277,7 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
 
 _TOKENS = (
     *("image", "video", "audio", "vision_start", "vision_end", "audio_start", "audio_end", "boi", "eoi"),
-    *("image_start", "image_end", "video_start", "video_end"),
+    *("image_start", "image_end", "video_start", "video_end", "slice_start", "slice_end"),
 )
 
 
@@ -300,7 +326,10 @@ def place(processor: Any, kind: str) -> str:
     return f"<|image_start|>{token}<|image_end|>" if name == "HunYuanVLProcessor" else token
 
 
-def template_of(processor: Any) -> str:
+def template_of(processor: Any) -> str | None:
+    """Return a template; None: the encoder has that of the processor."""
+    if type(processor).__name__ in ONE_QUESTION:
+        return None
     template = TEMPLATE
     for kind in MANY:
         template = template.replace(kind.upper(), repr(place(processor, kind)))
@@ -319,7 +348,9 @@ def medium(kind: str, rng: np.random.Generator, processor: Any) -> Any:
 
 
 def conversation(number: int, kinds: list[str], processor: Any) -> tuple[ChatSample, str]:
-    """Return a random conversation, and its text as the template writes it."""
+    """Return a random conversation, and its text as the template writes it, or as the processor takes its question."""
+    if type(processor).__name__ in ONE_QUESTION:
+        return _question(number, processor)
     draw = random.Random(number)
     rng = np.random.default_rng(number)
     media: dict[str, list[Any]] = {kind: [] for kind in kinds}
@@ -343,6 +374,15 @@ def conversation(number: int, kinds: list[str], processor: Any) -> tuple[ChatSam
     return sample, text
 
 
+def _question(number: int, processor: Any) -> tuple[ChatSample, str]:
+    draw = random.Random(number)
+    images = [medium("image", np.random.default_rng(number), processor) for _ in range(draw.choice((1, 1, 2)))]
+    text = f"question {number}" if number % 4 else f"a question with <image> and {number} more words"
+    shown = "<image>" * (len(images) - text.count("<image>")) + text
+    turns = [{"role": "user", "content": shown}, {"role": "assistant", "content": f"answer {number}"}]
+    return ChatSample(__key__=str(number), messages=turns, images=images), shown
+
+
 def called(processor: Any, texts: list[str], samples: list[ChatSample]) -> dict[str, Any]:
     """Return what the processor makes of some samples by itself."""
     given: dict[str, Any] = {}
@@ -358,6 +398,8 @@ def called(processor: Any, texts: list[str], samples: list[ChatSample]) -> dict[
             for n in (len(video.frames) for video in videos)
         ]
         given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata, "return_metadata": True}
+    if type(processor).__name__ in ONE_QUESTION:
+        given["suffix"] = [sample.messages[-1]["content"] for sample in samples]
     sounds, sources = heard(samples)
     if sounds:
         given["audio"] = sounds

@@ -10,6 +10,7 @@ import pytest
 import torch
 from processors import (
     HAS_ALL_TEXTS,
+    ONE_QUESTION,
     called,
     conversation,
     planned,
@@ -22,6 +23,9 @@ from processors import (
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.conversations.inputs import check_packing, model_inputs
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.presets import ModelBundle
 
 MODELS = {
     "gemma3": "Gemma3Processor",
@@ -40,19 +44,28 @@ MODELS = {
     "mistral3": "PixtralProcessor",
     "glm4v": "Glm4vProcessor",
     "aya_vision": "AyaVisionProcessor",
+    "minicpm_ocr": "MiniCPMOcrProcessor",
+    "minicpmv4_6": "MiniCPMV4_6Processor",
+    "minicpmv4_7": "MiniCPMV4_7Processor",
     "mllama": "MllamaProcessor",
+    "paligemma": "PaliGemmaProcessor",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeProcessor",
 }
 
+MIXED = "does not keep the samples of a pack apart"
 REFUSED_PACKS = {
     "mllama": "sees images through cross-attention",
-    "qwen3_5": "does not keep the samples of a pack apart",  # linear attention
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5"), MIXED),  # linear attention
+    "paligemma": MIXED,  # a question of a row sees all others
 }
 if HAS_ALL_TEXTS:  # from transformers 5.23 on, its sliding mask reads types of images at other places
-    REFUSED_PACKS["gemma3"] = "does not keep the samples of a pack apart"
+    REFUSED_PACKS["gemma3"] = MIXED
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
-SHORT = ("ernie4_5_vl_moe", "gemma3", "mllama", "paddleocr_vl", "qwen2_audio", "qwen3_vl")
+SHORT = (
+    *("ernie4_5_vl_moe", "gemma3", "minicpmv4_6", "minicpmv4_7", "mllama", "paddleocr_vl", "paligemma"),
+    *("qwen2_audio", "qwen3_vl"),
+)
 
 
 @cache
@@ -71,6 +84,7 @@ def alone(model: Any, processor: Any, text: str, sample: Any, encoded: Any) -> t
     tokens = inputs["input_ids"]
     labels = torch.full_like(tokens, -100)
     labels[0, 1 : len(encoded.labels) + 1] = torch.where(encoded.loss_mask > 0, encoded.labels, -100)
+    labels = inputs.pop("labels", labels)  # the processor's own, if it tells what an answer is
     count = int((labels != -100).sum())
     return float(model(**inputs, labels=labels).loss) * count, count
 
@@ -99,13 +113,20 @@ def test_losses_are_those_of_each_sample_alone(model_type: str) -> None:
     kinds = list(encoder.family.counts)
     numbers = (1, 2, 3, 4) if model_type == "glm4v" else (0, 1, 3, 4)  # it takes no image beside a video
     talks = [conversation(number, kinds, processor) for number in numbers]
-    talks.insert(1, text_alone())
+    if MODELS[model_type] not in ONE_QUESTION:  # it takes no text without an image
+        talks.insert(1, text_alone())
     samples = [encoder.encode(sample) for sample, _ in talks]
     wanted = [alone(model, processor, text, sample, one) for (sample, text), one in zip(talks, samples, strict=True)]
     loss, count = (sum(values) for values in zip(*wanted, strict=True))
     # Before its first image, a text of MLlama attends to all images of its row alike, also to those that fill it up.
     close = 1e-4 if model_type == "mllama" else 2e-6
     assert summed(model, model_inputs(encoder.batch(samples), model)) == (pytest.approx(loss, rel=close), count)
+    bundle = ModelBundle(
+        model=model, tokenizer=encoder.tokenizer, image_processor=None, image_token_id=0, image_tokens=None
+    )
+    with torch.no_grad():
+        losses, mask = VisionLanguageModule(bundle, RunConfig()).token_losses(encoder.batch(samples))
+    assert (float((losses * mask).sum()), int(mask.sum())) == (pytest.approx(loss, rel=close), count)
     if (reason := REFUSED_PACKS.get(model_type)) is not None:
         with pytest.raises(ConfigurationError, match=reason):
             check_packing(model)

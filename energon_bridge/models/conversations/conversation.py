@@ -22,6 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -167,6 +168,22 @@ class Document:
     def first_answer(self) -> str:
         """The first text that is learned."""
         return next(piece.text for piece in self.pieces if piece.learned)
+
+    def as_question(self) -> Conversation:
+        """Return the document as one question, what is shown, and its answer, the text that is learned behind it.
+
+        Raises:
+            SampleError: Something is shown behind text that is learned.
+        """
+        learned = [piece.learned for piece in self.pieces]
+        if any(one and not other for one, other in pairwise(learned)):
+            raise SampleError(
+                "an image or text stands behind text that is learned, but the model learns one answer, after all "
+                "images: make a sample of each image"
+            )
+        texts = ("".join(piece.text for piece in self.pieces if piece.learned is one) for one in (False, True))
+        turns = [Turn(role, text) for role, text in zip(("user", "assistant"), texts, strict=True)]
+        return Conversation(turns=turns, images=self.images)
 
 
 def read_conversation(

@@ -80,9 +80,10 @@ def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Input
         inputs["position_ids"] = _restarted(batch.position_ids, batch.attention_mask)
     if "position_ids" in inputs:
         inputs.pop("second_per_grid_ts", None)  # a model only makes positions of it
+    _check_questions(inputs, model)
     types = batch.mm_token_type_ids
     if model is not None and types is not None and _takes(model, "token_type_ids"):
-        inputs["token_type_ids"] = types  # as models of the Gemma family call them
+        inputs.setdefault("token_type_ids", types)  # as models of the Gemma family call them
     if model is not None and (types is None or not _takes(model, "mm_token_type_ids")):
         types = token_types(batch.tokens, model)
     if types is not None:
@@ -246,6 +247,16 @@ def _check_positions(batch: Any, inputs: Inputs, *, mrope: bool, known: bool) ->
         )
 
 
+def _check_questions(inputs: Inputs, model: Any) -> None:
+    """Raise where a model would read questions as it reads answers, though it reads them in both directions."""
+    kind = getattr(getattr(unwrapped(model), "config", None), "model_type", None)
+    if kind == "paligemma" and "token_type_ids" not in inputs:
+        raise ConfigurationError(
+            f"the batch does not say where questions end (token_type_ids), which {type(unwrapped(model)).__name__} "
+            "reads in both directions: ChatTemplateTaskEncoder.for_processor makes such batches"
+        )
+
+
 def _with_labels(batch: Any, inputs: Inputs) -> Inputs:
     """Add labels as transformers takes them: `labels[i]` is token i itself, and the model shifts them.
 
@@ -258,7 +269,8 @@ def _with_labels(batch: Any, inputs: Inputs) -> Inputs:
     if bool((last != IGNORED_LABEL).any()):
         for name in _TOKEN_ARGUMENTS:
             if name in inputs:
-                inputs[name] = pad(inputs[name], (0, 0, 0, 0, 0, 1) if name == "cross_attention_mask" else (0, 1))
+                sides = (0, 0, 0, 0, 0, 1) if name == "cross_attention_mask" else (0, 1)
+                inputs[name] = pad(inputs[name], sides, value=TOKEN_INPUTS.get(name, 0) * (name in batch.visual_inputs))
         inputs["input_ids"][:, -1] = last.max()  # a token that is learned stands for no image
     inputs["labels"] = torch.full_like(inputs["input_ids"], IGNORED_LABEL)
     inputs["labels"][:, 1:] = learned[:, : inputs["input_ids"].shape[1] - 1]  # the shift to the right by one token

@@ -140,8 +140,12 @@ def finished(sequence: np.ndarray, learned: np.ndarray, ignore: int) -> tuple[Te
     return torch.from_numpy(sequence[:-1].copy()), torch.from_numpy(labels), torch.from_numpy(mask)
 
 
-TOKEN_INPUTS = ("cross_attention_mask", "moe_mm_token_type_ids")
-"""Media inputs with an entry per token instead of per image: (1, tokens, …) in a sample, (B, S, …) in a batch."""
+TOKEN_INPUTS: Mapping[str, int] = {"cross_attention_mask": 0, "moe_mm_token_type_ids": 0, "token_type_ids": 1}
+"""Inputs with an entry per token instead of per image: (1, tokens, …) in a sample, (B, S, …) in a batch; and their
+padding, which is that of an answer where questions have type 0 and are read in both directions."""
+
+_ALONG_WIDTH: Mapping[str, str] = {"pixel_values": "target_sizes", "pixel_values_videos": "target_sizes_videos"}
+"""Patches of all media in one row, (1, channels, height, patches * width), and what has the sizes of these media."""
 
 
 def join_visual(rows: Sequence[Mapping[str, Tensor]], padded: Sequence[int], *, count: int) -> dict[str, Tensor]:
@@ -156,22 +160,36 @@ def join_visual(rows: Sequence[Mapping[str, Tensor]], padded: Sequence[int], *, 
         (shown, *_) = filter(None, rows)
         blank = {name: value.new_zeros(1, *[0] * (value.ndim - 1)) for name, value in shown.items()}
         rows = [row or blank for row in rows]
-    visual = concat_visual([{name: row[name] for name in row if name not in TOKEN_INPUTS} for row in rows])
+    wide = {name for row in rows for name, sizes in _ALONG_WIDTH.items() if sizes in row}
+    visual = concat_visual([{name: row[name] for name in row if name not in {*TOKEN_INPUTS, *wide}} for row in rows])
+    visual |= {name: _side_by_side([row[name] for row in rows if name in row]) for name in sorted(wide)}
     if "aspect_ratio_mask" in visual:  # 1 for the first tile, also of padding images: as MLlama's processor does
         visual["aspect_ratio_mask"][..., 0] = 1
-    for name in TOKEN_INPUTS:
+    for name, padding in TOKEN_INPUTS.items():
         given = [row.get(name) for row in rows]
         values = [value for value in given if value is not None]
         if not values:
             continue
         shape = [max(sizes) for sizes in zip(*(value.shape[2:] for value in values), strict=True)]
         joined = zeros((sum(padded), *shape), values[0].dtype, values[0].device)
+        if padding:
+            copy_numbers(values[0].new_tensor(padding).expand_as(joined), joined)
         for start, value in zip(accumulate(padded, initial=0), given, strict=False):
             if value is not None:
                 sides = (start + value.shape[1], *value.shape[2:])
                 copy_numbers(value[0], joined[(slice(start, sides[0]), *map(slice, sides[1:]))])
         visual[name] = joined.reshape(count, -1, *shape)
     return visual
+
+
+def _side_by_side(values: Sequence[Tensor]) -> Tensor:
+    """Join tensors along their last dimension."""
+    first = values[0]
+    ends = list(accumulate(value.shape[-1] for value in values))
+    joined = zeros((*first.shape[:-1], ends[-1]), first.dtype, first.device)
+    for value, end in zip(values, ends, strict=True):
+        copy_numbers(value, joined[..., end - value.shape[-1] : end])
+    return joined
 
 
 def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: PaddingValues) -> MultiModalBatch:

@@ -208,7 +208,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         self._renderer = make_renderer(
             tokenizer,
             family,
-            template=self.config.chat_template,
+            template=self.config.chat_template or getattr(family, "chat_template", None),
             learn=self.config.learn,
             options=self.config.template_kwargs,
             day=RunDay.of(self.config.today),
@@ -222,8 +222,8 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
                 f"model_config, and transformers 5.23 or later; the family is a {type(family).__name__}"
             )
         self._bos = bos_to_add(tokenizer, self.config.add_bos)
-        if isinstance(family, ProcessorFamily) and family.adds_bos:
-            self._bos = tokenizer.bos_token_id
+        if isinstance(family, ProcessorFamily) and (family.adds_bos or family.suffixed):
+            self._bos = tokenizer.bos_token_id if family.adds_bos else None
         longest = self.config.seq_length
         padded = self.config.pad_to_max_length
         multiple_of = self.config.pad_to_multiple_of
@@ -287,8 +287,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             ConfigurationError: The processor does not read media among the turns of a conversation.
         """
         family = ProcessorFamily(processor=processor, model_config=model_config)
-        template = getattr(processor, "chat_template", None)
-        return cls(processor.tokenizer, family, _with_template(config, template), packer=packer)
+        return cls(processor.tokenizer, family, config, packer=packer)
 
     def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
         """Encode samples of a type and its subclasses with a function of the sample and a configuration.
@@ -329,6 +328,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             except SampleError as error:
                 raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
         if isinstance(family, ProcessorFamily):
+            visual |= family.token_inputs(sample)
             positions = family.positions(sample.tokens, sample.mm_token_type_ids, visual) if sample.plans else None
         else:
             positions = positions_of(sample, family)
@@ -375,13 +375,15 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             takes_sound=isinstance(self.family, ProcessorFamily) and self.family.audio_token is not None,
             control_tokens=self._control_tokens,
         )
+        if isinstance(content, Document) and self._apart:
+            content = content.as_question()
         segments = self._rendered(content)
         videos = self._videos(content.videos) if isinstance(content, Conversation) and content.videos else []
         sounds = self._sounds(content.audios) if isinstance(content, Conversation) and content.audios else []
         images = self._deferred([_at_size(image, self.family) for image in content.images])
         plans = self._planned(segments, images, videos, sounds)
         sounds = _in_order(plans, videos, sounds)
-        whole = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
+        whole = tokenize_segments(segments, plans, self.tokenizer, self._placeholders, apart=self._apart)
         adds_bos = self._bos is not None and whole.rows[0, :1].tolist() != [self._bos]
         if self._bos is not None and adds_bos:
             whole = whole.after(self._bos)
@@ -413,6 +415,11 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             text=_text_with(segments, len(kept)) if isinstance(self.family, ProcessorFamily) else "",
             adds_special=adds_bos and not (isinstance(self.family, ProcessorFamily) and self.family.adds_bos),
         )
+
+    @property
+    def _apart(self) -> bool:
+        """Whether a question and its answer are apart for the model: tokenised each alone."""
+        return isinstance(self.family, ProcessorFamily) and self.family.suffixed
 
     def _rendered(self, content: Conversation | Document) -> list[TextPiece]:
         """Return the text of a sample."""
@@ -473,6 +480,8 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             "video": [family.plan_video(video) for video in videos],
             "audio": [family.plan_sound(sound.length) for sound in sounds if isinstance(family, ProcessorFamily)],
         }
+        if isinstance(family, ProcessorFamily):
+            plans = {kind: family.numbered(of_kind) for kind, of_kind in plans.items()}
         ordered = [plans[s.media].pop(0) for s in segments if s.media is not None and plans[s.media]]
         return [*ordered, *plans["image"], *plans["video"], *plans["audio"]]
 

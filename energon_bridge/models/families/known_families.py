@@ -145,10 +145,11 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
         model_type = model_config.model_type
         if model_type not in NATIVE:
             processor = AutoProcessor.from_pretrained(name_or_path)
+            family = ProcessorFamily(processor=processor, model_config=model_config)
             return Pretrained(
-                tokenizer=getattr(processor, "tokenizer", None),
-                family=ProcessorFamily(processor=processor, model_config=model_config),
-                chat_template=getattr(processor, "chat_template", None),
+                tokenizer=processor.tokenizer,
+                family=family,
+                chat_template=family.chat_template,
             )
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.models.conversations.conversation import Kind
+from energon_bridge.models.families.rendering import QUESTION_TEMPLATE
 
 
 def _settings(processor: Any) -> dict[str, Any]:
@@ -36,11 +37,24 @@ def _resized(processor: Any, height: int, width: int) -> Any:
     )
 
 
+def _slices(processor: Any, height: int, width: int) -> Any:
+    part = processor.image_processor
+    size = height, width
+    grid = part.get_sliced_grid(size, part.max_slice_nums, part.scale_resolution) if part.slice_mode else None
+    given = {name: getattr(part, name) for name in ("scale_resolution", "patch_size", "downsample_mode")}
+    grows = grid is None and getattr(part, "small_image_upsize", "always") == "always"
+    overview = part.find_best_resize(size, **given, allow_upscale=grows)
+    return overview, grid and (*grid, *part.get_refine_size(size, grid, **given, allow_upscale=True))
+
+
 SHAPES: Mapping[str, Callable[..., Any]] = {
     "AyaVisionProcessor": patches,
     "Cohere2VisionProcessor": patches,
     "GraniteDoclingProcessor": _tiles,
     "Idefics3Processor": patches,
+    "MiniCPMOcrProcessor": _slices,
+    "MiniCPMV4_6Processor": _slices,
+    "MiniCPMV4_7Processor": _slices,
     "PixtralProcessor": _resized,
     "SmolVLMProcessor": patches,
 }
@@ -59,7 +73,6 @@ SEVERAL_ALIKE = frozenset({"LlavaOnevisionProcessor"})
 """Processors that write one text for images of any size, where a sample has several."""
 
 _RETRIEVAL = "its model compares texts with images, and takes one of the two at a time"
-_JOINED = "its pixels are joined along their width, and images are numbered in the text, so samples cannot be joined"
 REFUSED: Mapping[str, str] = {
     "ColModernVBertProcessor": _RETRIEVAL,
     "ColPaliProcessor": _RETRIEVAL,
@@ -67,16 +80,25 @@ REFUSED: Mapping[str, str] = {
     "Florence2Processor": "its text is a task, not a conversation",
     "FuyuProcessor": "it puts the image before the text and writes the end of the prompt by itself",
     "GlmImageProcessor": "its model makes images, of a size that the processor adds to the text",
-    "MiniCPMOcrProcessor": _JOINED,
-    "MiniCPMV4_6Processor": _JOINED,
-    "MiniCPMV4_7Processor": _JOINED,
-    "PaliGemmaProcessor": "it puts images before all text, and takes the answer as a suffix",
     "PocketTTSProcessor": "its model speaks: the sound is a voice, and its prompts come from the processor alone",
     "ShieldGemma2Processor": "its model judges images, by a template of its own",
 }
 """Processors that do not read media among the turns of a conversation, with the reason."""
 
-REFUSED_MEDIA: Mapping[tuple[str, Kind], str] = {
-    ("VideoLlama3Processor", "video"): "how many tokens a video takes depends on what its frames show",
-}
-"""Kinds of media whose tokens do not follow from a size, with the reason."""
+
+def refused_medium(processor: Any, kind: Kind) -> str | None:
+    """Return why the tokens of a kind of media do not follow from a size; None if they do."""
+    if kind == "video" and type(processor).__name__ == "VideoLlama3Processor":
+        return "how many tokens a video takes depends on what its frames show"
+    part = getattr(processor, "image_processor", None)
+    if kind == "image" and getattr(part, "small_image_upsize", None) == "adaptive":
+        return (
+            "how many tokens an image takes depends on what it shows: set small_image_upsize of its image processor "
+            "to 'always' or 'never'"
+        )
+    return None
+
+
+SUFFIXED: Mapping[str, str] = {"PaliGemmaProcessor": QUESTION_TEMPLATE}
+"""Processors that take an answer apart from its question, as its `suffix`, and add tokens between them, with what these
+write as a template. Their models read a question in both directions, and are told where it ends."""

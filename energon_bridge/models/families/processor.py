@@ -27,7 +27,7 @@ from torch import Tensor
 from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.models.conversations.conversation import Kind
 from energon_bridge.models.conversations.sequences import TOKEN_INPUTS
-from energon_bridge.models.families.known_processors import MASKS, REFUSED
+from energon_bridge.models.families.known_processors import MASKS, REFUSED, SUFFIXED
 from energon_bridge.models.families.processor_calls import ARGUMENTS, ProcessorCalls, Replay, placeholder, sources_of
 from energon_bridge.models.families.processor_plans import NONE, PROBES, ProcessorPlans
 from energon_bridge.models.families.processor_positions import ModelPositions
@@ -36,7 +36,7 @@ from energon_bridge.models.images.pixels import PixelDtype, Profile
 
 _DROPPED = frozenset(
     {
-        *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"),
+        *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"),
         *("text_replacement_offsets", "video_metadata"),
     }
 )
@@ -115,6 +115,16 @@ class ProcessorFamily:
             )
 
     @property
+    def chat_template(self) -> str | None:
+        """The template of the processor."""
+        return SUFFIXED.get(type(self.processor).__name__) or getattr(self.processor, "chat_template", None)
+
+    @property
+    def suffixed(self) -> bool:
+        """Whether the processor takes the answer apart, and its model reads the question in both directions."""
+        return type(self.processor).__name__ in SUFFIXED
+
+    @property
     def counts(self) -> dict[str, str]:
         """Return from what the tokens of each kind of media are planned."""
         return {kind: writing.how for kind, writing in self.plans.writings.items()}
@@ -181,6 +191,10 @@ class ProcessorFamily:
         """Return the plan of an image, the sample's only one or not."""
         return self.plans.of_image(width, height, alone=alone)
 
+    def numbered(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Return the plans of a sample's media of one kind, with the number that the processor writes for each."""
+        return self.plans.numbered(plans)
+
     def plan_sound(self, length: int) -> Plan:
         """Return the plan of a sound of so many samples.
 
@@ -213,7 +227,7 @@ class ProcessorFamily:
 
     def _takes_replay(self, kind: Kind, real: Mapping[str, Any]) -> bool:
         """Return whether the processor makes the same of a blank medium if it does not tokenise the text."""
-        if any(name in real for name in TOKEN_INPUTS):  # which it makes of all tokens
+        if any(name in real for name in TOKEN_INPUTS if name not in _DROPPED):  # which it makes of all tokens
             return False
         told = copy(self.processor)
         told.tokenizer = Replay(self.processor.tokenizer)
@@ -234,7 +248,9 @@ class ProcessorFamily:
             SampleError: The processor cannot take them, or its tokens are not the planned ones.
         """
         name = type(self.processor).__name__
-        given = {"images": images, "videos": videos, "audio": sounds, "sources": sources_of(sample.plans, videos)}
+        given: dict[str, Any] = {"images": images, "videos": videos, "audio": sounds}
+        given["sources"] = sources_of(sample.plans, videos)
+        given |= self._said(sample)
         out: Mapping[str, Any] | None = None
         if self.replays:
             told = copy(self.calls.timed(videos))
@@ -242,9 +258,9 @@ class ProcessorFamily:
                 told._merge_kwargs = self._merged
             with suppress(Exception):  # the processor itself says what is wrong
                 told.tokenizer = Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens)
-                out = self.calls.called(sample.text, processor=told, **given, special=sample.adds_special)
+                out = self.calls.called(processor=told, **given, special=sample.adds_special)
         try:
-            out = dict(out or self.calls.called(sample.text, **given, special=sample.adds_special))
+            out = dict(out or self.calls.called(**given, special=sample.adds_special))
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
         tokens = out["input_ids"][0]
@@ -269,6 +285,23 @@ class ProcessorFamily:
         dtype = getattr(torch, self.pixels_dtype)
         dense = {key: one.to(dtype) for key, one in visual.items() if one.is_floating_point() and one.ndim > 1}
         return visual | dense
+
+    def _said(self, sample: PreparedSample) -> dict[str, Any]:
+        """Return the text of a sample as the processor takes it, without what it adds by itself."""
+        if not self.suffixed:
+            return {"text": sample.text}
+        tokenizer = self.processor.tokenizer
+        question = sample.text.removesuffix(sample.answer + tokenizer.eos_token).removesuffix("\n")
+        begin = question.rindex(self.image_token) + len(self.image_token)
+        behind = question[begin:].removeprefix(tokenizer.bos_token)
+        return {"text": question[:begin] + behind, "suffix": sample.answer}
+
+    def token_inputs(self, sample: PreparedSample) -> dict[str, Tensor]:
+        """Return what the model gets with each token: where a question ends, if it reads that in both directions."""
+        if not self.suffixed:
+            return {}
+        learned = (sample.loss_mask > 0).cumsum(0) - (sample.loss_mask > 0).long()  # of the tokens before each
+        return {"token_type_ids": (learned > 0).long()[None]}
 
     def _merged(self, *args: Any, **given: Any) -> dict[str, Any]:
         """Return the arguments of each part of the processor, which checks the same ones once, not for each sample."""

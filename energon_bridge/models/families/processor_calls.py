@@ -78,10 +78,13 @@ class ProcessorCalls:
         audio: Sequence[np.ndarray] = (),
         sources: Sequence[int | None] = (),
         special: bool = False,
+        suffix: str | None = None,
         processor: Any = None,
     ) -> Mapping[str, Any]:
         """Call the processor, or a copy of it; `sources` has the number of the video that each sound is of."""
         arguments: dict[str, Any] = {"add_special_tokens": special, **self.options}
+        if suffix is not None:
+            arguments["suffix"] = [suffix]
         if images:
             arguments["images"] = [list(images)] if self.nested else list(images)
         if audio:
@@ -241,11 +244,12 @@ class Replay:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        if self._tokens is not None and list(text) == [self._text]:  # a tensor is read far faster than a list
+        said = ["".join(parts) for parts in zip(text, options.get("text_pair") or [""], strict=False)]
+        if self._tokens is not None and said == [self._text]:  # a tensor is read far faster than a list
             is_tensor = options.get("return_tensors") == "pt"
             return {"input_ids": self._tokens[None].clone() if is_tensor else [self._tokens.tolist()]}
         made = self._tokenizer(text, **options)
         if self._text is None:
-            self._text = text[0]
+            (self._text,) = said
             self._tokens = torch.as_tensor(made["input_ids"])[0]
         return made

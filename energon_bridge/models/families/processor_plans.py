@@ -22,7 +22,7 @@ from torch import Tensor
 
 from energon_bridge.core.errors import SampleError
 from energon_bridge.models.conversations.conversation import Kind
-from energon_bridge.models.families.known_processors import BY_SHAPE, REFUSED_MEDIA, SEVERAL_ALIKE, SHAPES, patches
+from energon_bridge.models.families.known_processors import BY_SHAPE, SEVERAL_ALIKE, SHAPES, patches, refused_medium
 from energon_bridge.models.families.processor_calls import MediumSize, ProcessorCalls, metadata, placeholder, times_of
 from energon_bridge.models.families.video import frames_shape
 from energon_bridge.models.families.vision import Plan, VideoFrames
@@ -96,7 +96,7 @@ class ProcessorPlans:
     def learn(self, kind: Kind) -> None:
         """Call the processor with blank media, and keep the rule for its tokens, or the reason why it takes none."""
         calls = self.calls
-        if reason := REFUSED_MEDIA.get((calls.name, kind)):
+        if reason := refused_medium(calls.processor, kind):
             self.refused[kind] = reason
         elif placeholder(calls.processor, kind) is None or calls.part(kind) is None:
             self.refused[kind] = f"{calls.name} {NONE}"
@@ -114,6 +114,18 @@ class ProcessorPlans:
                 plans["several"] = self._plan("image", self.calls.written("image", (height, width), count=2))
             return plans["several"]
         return self._known("image", (height, width))
+
+    def numbered(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Return the plans of media of one kind, with the number of each in its text, if the processor writes it."""
+        around = [getattr(self.calls.processor, f"image_id_{side}_token", "") for side in ("start", "end")]
+        first = "0".join(around)  # as of one that stands alone
+        if not all(around) or not any(plan.text.startswith(first) for plan in plans):
+            return list(plans)
+        numbers = (str(number).join(around) for number in range(len(plans)))
+        return [
+            replace(plan, text=number + plan.text.removeprefix(first))
+            for number, plan in zip(numbers, plans, strict=True)
+        ]
 
     def of_sound(self, length: int) -> Plan:
         """Return the plan of a sound of so many samples.

@@ -121,7 +121,12 @@ class Tokens(NamedTuple):
 
 
 def tokenize_segments(
-    segments: Sequence[TextPiece], plans: Sequence[Plan], tokenizer: Any, placeholders: Mapping[str, int]
+    segments: Sequence[TextPiece],
+    plans: Sequence[Plan],
+    tokenizer: Any,
+    placeholders: Mapping[str, int],
+    *,
+    apart: bool = False,
 ) -> Tokens:
     """Return the tokens of segments, up to the last one that is learned.
 
@@ -129,6 +134,7 @@ def tokenize_segments(
         plans: The plans of its images and videos, in the order of their placeholders.
         tokenizer: Of the transformers interface.
         placeholders: The placeholder tokens of images and videos, by kind.
+        apart: Whether each segment is tokenised alone; else, the text as a whole.
 
     Raises:
         SampleError: The numbers of placeholders and plans differ, or a text contains a placeholder token.
@@ -138,7 +144,7 @@ def tokenize_segments(
     waiting = iter(plans)
     planned = [next(waiting) if segment.media else None for segment in segments]
     texts = [one.text if plan is None else plan.written(one.text) for one, plan in zip(segments, planned, strict=True)]
-    tokenise = _by_offsets if is_fast(tokenizer) else _by_segment
+    tokenise = _by_offsets if is_fast(tokenizer) and not apart else _by_segment
     found = _expanded(tokenise(segments, texts, tokenizer), planned, placeholders)
     last = found.rows[1].nonzero()[0][-1:].tolist()
     return found.until(last[0] + 1) if last else found
@@ -331,3 +337,25 @@ LLAVA_TEMPLATE = _with_parts(
     "<video>\n",
 )
 """LLaVA 1.5: `SYSTEM USER: <image>`, a line break, `question ASSISTANT: answer</s>`; the answers are marked."""
+
+QUESTION_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role != ['user', 'assistant'][loop.index0] -%}{{ raise_exception("
+    "'the model reads one question and learns one answer: make a sample of each question, with what its system prompt "
+    "or earlier turns say in it') }}{%- endif -%}"
+    "{%- if message.role == 'user' -%}"
+    "{%- set seen = namespace(text=false, behind=false, between=false, images=0) -%}"
+    "{%- for part in message.content -%}{%- if part.type == 'image' -%}"
+    "{%- set seen.images = seen.images + 1 -%}{%- set seen.behind = seen.text -%}"
+    "{%- elif part.text | trim -%}"
+    "{%- set seen.between = seen.between or seen.behind -%}{%- set seen.text = true -%}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if not seen.between -%}{{ '<image>' * seen.images + bos_token }}{%- endif -%}"
+    "{%- for part in message.content -%}{%- if part.type == 'text' -%}{{ part.text }}{%- elif seen.between -%}"
+    "{%- set seen.images = seen.images - 1 -%}{{ '<image>' + ('' if seen.images else bos_token) }}"
+    "{%- endif -%}{%- endfor -%}{{ '\n' }}"
+    "{%- else -%}{%- generation -%}{%- for part in message.content -%}{{ part.text }}{%- endfor -%}{{ eos_token }}"
+    "{%- endgeneration -%}{%- endif -%}{%- endfor -%}"
+)
+"""Images, the begin token, a question, a line break, then the answer and its end. Images between words stay there, and
+the begin token follows the last one, as `PaliGemmaProcessor` puts it."""

@@ -190,7 +190,8 @@ def unpack_batch(batch: MultiModalBatch, filling: PaddingValues) -> MultiModalBa
         max_seqlen=None,
         segments=[(segment._replace(start=0),) for row in batch.segments for segment in row],
         visual_inputs={
-            name: rows(value, 0) if name in TOKEN_INPUTS else value for name, value in batch.visual_inputs.items()
+            name: rows(value, TOKEN_INPUTS[name]) if name in TOKEN_INPUTS else value
+            for name, value in batch.visual_inputs.items()
         },
         mm_token_type_ids=None if batch.mm_token_type_ids is None else rows(batch.mm_token_type_ids, 0),
         mrope_position_ids=(

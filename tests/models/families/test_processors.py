@@ -39,6 +39,8 @@ from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.conversations.inputs import model_inputs
 from energon_bridge.models.conversations.sequences import TOKEN_INPUTS
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, ProcessorFamily
+from energon_bridge.models.families.processor_calls import ProcessorCalls
+from energon_bridge.models.families.processor_plans import ProcessorPlans
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SHORT = {
@@ -49,15 +51,18 @@ SHORT = {
     "Gemma3nProcessor",
     "Idefics3Processor",
     "LlavaNextProcessor",
+    "MiniCPMV4_6Processor",
+    "MiniCPMV4_7Processor",
     "MllamaProcessor",
     "PaddleOCRVLProcessor",
+    "PaliGemmaProcessor",
     "Qwen2AudioProcessor",
     "Qwen3ASRProcessor",
     "Qwen3VLProcessor",
 }
 
 OF_TOKENS = {
-    *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata"),
+    *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata", "labels"),
     *("cross_attention_mask", "moe_mm_token_type_ids"),
 }
 """What has a value for each token, of which a sample ends one before the processor's."""
@@ -141,6 +146,8 @@ def test_an_encoder_makes_what_the_processor_makes(name: str) -> None:
         assert [int(t) for t in encoded.labels if t != -100], "nothing learned"
         last = int(encoded.labels[-1])
         assert last == int(tokens[len(encoded.tokens)])
+        if "labels" in theirs:  # of a processor that is told what the answer is
+            assert torch.equal(torch.where(encoded.loss_mask > 0, encoded.labels, -100), theirs["labels"][0, 1:])
         shown = encoded.visual
         for key, value in shown.items():
             if key == "audio_attention_mask" and key not in theirs:  # Phi 4's, which a call with one sound leaves out
@@ -150,7 +157,7 @@ def test_an_encoder_makes_what_the_processor_makes(name: str) -> None:
             assert same(value, wanted), (key, value.shape, wanted.shape)
         media = {"image", "video", "audio"} & {plan.kind for plan in prepared.plans}
         missing = set(theirs) - set(shown) - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
-        assert not media or missing <= {"video_metadata"}, missing
+        assert not media or missing <= {"video_metadata", "labels"}, missing
     assert compared > (8 if LONG else 1)
 
 
@@ -369,3 +376,12 @@ def test_frames_of_a_variable_rate_have_the_times_at_which_they_are_shown(name: 
     middles = [f"{(first + last) / 2:.1f}" for first, last in list(pairwise(times))[::2]]
     even = [f"{(first + 17 / 2) / 119 * times[-1]:.1f}" for first in range(0, 119, 34)]
     assert re.findall(r"<([\d.]+) seconds>", processor.tokenizer.decode(encoded.tokens)) == middles != even
+
+
+def test_images_whose_tokens_depend_on_what_they_show_are_refused_by_name() -> None:
+    with planned():
+        processor = tiny_processor("MiniCPMV4_6Processor")
+    processor.image_processor.small_image_upsize = "adaptive"
+    plans = ProcessorPlans(calls=ProcessorCalls.of(processor, {}))
+    plans.learn("image")
+    assert "depends on what it shows: set small_image_upsize" in plans.refused["image"]
