@@ -20,8 +20,9 @@ _FAR_READERS = 16
 """Rounds read ahead at the same time if storage answers slowly."""
 _LEAST_AHEAD = 4
 """Draws of a lane read ahead, at least, if rounds are too large."""
-_TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
-"""A lane reads several rounds of a leaf together, up to so many bytes and samples."""
+_TOGETHER_BYTES, _FAR_BYTES, _TOGETHER = 8 << 20, 64 << 20, 1024
+"""A lane reads several rounds of a leaf together, up to so many bytes of all lanes (of far storage: more, since its
+requests cost more than memory does), and up to so many samples."""
 
 
 def open_pipeline(
@@ -50,6 +51,7 @@ def open_pipeline(
     # Approximate bytes if every lane holds one sample of every leaf.
     unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in data.leaves)
     is_far = any(leaf.is_far for leaf in data.leaves)
+    together = (_FAR_BYTES if is_far else _TOGETHER_BYTES) // unit
     settings = StreamSettings(
         run=run,
         config=config,
@@ -57,9 +59,9 @@ def open_pipeline(
         num_lanes=plan.num_lanes,
         threads=threads,
         reads_rounds=unit * max(run.shuffle_buffer_size, 4 * run.parallel_shard_iters) <= _READ_BYTES,
-        read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
+        read_together=min(_TOGETHER, together),
         background_reads=_FAR_READERS if is_far else int(not config.num_workers),
-        draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
+        draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, together)) if is_far else 0,
         failure_log=data.failure_log,
         delivered=delivered,
         shortest_epoch=_shortest_epoch(data),
