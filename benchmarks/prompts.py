@@ -16,11 +16,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
 
@@ -52,7 +52,8 @@ def ours(path: Path, workers: int, *, keep: bool = True) -> Any:
 
 def theirs(path: Path, workers: int) -> Any:
     """Return a loader of torchdata."""
-    return StatefulDataLoader(Prompts(path), batch_size=None, shuffle=True, num_workers=workers)
+    torchdata = import_module("torchdata.stateful_dataloader")
+    return torchdata.StatefulDataLoader(Prompts(path), batch_size=None, shuffle=True, num_workers=workers)
 
 
 def number_of(sample: Any) -> int:

@@ -26,10 +26,9 @@ from energon_bridge.core.loader.ranks import gathered
 from energon_bridge.core.loader.run_data import RunData
 from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.choose import Picks
-from energon_bridge.core.stream.conventions import attach
 from energon_bridge.core.stream.finite import mask_loss
 from energon_bridge.core.stream.loading import load_picks
-from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.pipeline import Pipeline, attach
 from energon_bridge.core.stream.rows import BatchRow, batch_rows
 from energon_bridge.core.stream.state import (
     COLUMNS,
