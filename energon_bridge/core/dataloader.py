@@ -277,6 +277,18 @@ class EnergonDataloader(NotForDataLoader):
         """Change the weights of a mix during the run (see `SavableDataLoader.set_weights`); all ranks alike."""
         return int(self.loader.set_weights(weights, from_draw=from_draw))
 
+    def done(self, keys: Any, *, ignore_unknown: bool = False) -> None:
+        """Say that samples are done (see `SavableDataLoader.done`)."""
+        self.loader.done(keys, ignore_unknown=ignore_unknown)
+
+    def again(self, keys: Any, *, ignore_unknown: bool = False) -> None:
+        """Let samples come again (see `SavableDataLoader.again`); all ranks must call it alike."""
+        self.loader.again(keys, ignore_unknown=ignore_unknown)
+
+    def drop(self, keys: Any, *, ignore_unknown: bool = False) -> None:
+        """Give samples up (see `SavableDataLoader.drop`)."""
+        self.loader.drop(keys, ignore_unknown=ignore_unknown)
+
     def metrics(self) -> dict[str, float]:
         """Return what this rank has loaded and how long it waited, as plain numbers by name, for loggers.
 
@@ -377,6 +389,11 @@ class _Cycle:
         if self._stream is None:
             self._turns.give(self)
             if self._state is not None:
+                if getattr(self._loader, "keeps_until_done", False):
+                    raise WrongUseError(
+                        "keep_until_done: this iterator was left for a later one, and going back would deliver again "
+                        "what is out: use one iterator at a time"
+                    )
                 self._loader.restore_state_rank(self._state)
                 self._state = None
                 for ban in self._turns.bans:

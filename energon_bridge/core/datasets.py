@@ -261,6 +261,8 @@ def get_savable_loader(
     watchdog_initial_timeout_seconds: float | None = None,
     fail_on_timeout: bool = False,
     on_hang: Literal["wait", "replace"] = "wait",
+    keep_until_done: bool = False,
+    repeats: int = 1,
     **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset, whose position can be saved and restored.
@@ -288,6 +290,9 @@ def get_savable_loader(
         fail_on_timeout: Stop with HookTimeoutError then; a process that cannot be interrupted is ended.
         on_hang: What becomes of a worker process then: "wait" for it, or "replace" it by one that starts from what was
             delivered. A sample that hangs (or kills) its worker three times in a row counts as one that failed.
+        keep_until_done: For prompts of reinforcement learning: a state keeps what was delivered until `loader.done` or
+            `loader.drop` names it, and after a restore that comes first. For `loader.again`, too.
+        repeats: With `keep_until_done`: rollouts of each sample; it is done when `done` has named it so often.
     """
     ignored = kwargs.keys() & _IGNORED_LOADER_ARGUMENTS
     _refuse_unknown(get_savable_loader, {name: value for name, value in kwargs.items() if name not in ignored})
@@ -309,7 +314,14 @@ def get_savable_loader(
             fail=fail_on_timeout,
             replace=on_hang == "replace",
         )
-    loader = SavableDataLoader(dataset, worker_config=config, on_mismatch=on_mismatch, watchdog=watchdog)
+    loader = SavableDataLoader(
+        dataset,
+        worker_config=config,
+        on_mismatch=on_mismatch,
+        watchdog=watchdog,
+        keep_until_done=keep_until_done,
+        repeats=repeats,
+    )
     if start_at:
         loader.seek(start_at)
     return loader

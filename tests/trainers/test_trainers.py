@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import random
+import signal
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -14,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils.data
-from forked import become_rank, free_port, run_forked
+from forked import become_rank, free_port, run_forked, start_forked
 from made import made_once
 from paths import EXAMPLES
 from torch.distributed.checkpoint.stateful import Stateful
@@ -193,3 +197,50 @@ def test_sft_of_trl_goes_on_exactly(dataset: Path, tmp_path: Path, monkeypatch: 
     assert train("run", 4) == whole[:4]
     assert train("run", 6, "--resume") == whole
     sys.modules.pop("huggingface_trainer", None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grpo_of_trl_learns_from_each_prompt_once_however_often_it_is_killed(tmp_path: Path) -> None:
+    """It kills itself while rollouts are made, after a step, and before and after the state of the data is written."""
+    pytest.importorskip("trl", reason="needs trl")
+    spec = importlib.util.spec_from_file_location("trl_grpo", EXAMPLES / "trl_grpo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    lines = [json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(18)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+
+    def life(fuse: int) -> Any:
+        left = iter(range(fuse))
+
+        def fused(function: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                burn()
+                result = function(*args, **kwargs)
+                burn()
+                return result
+
+            return call
+
+        def burn() -> None:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        example.reward = fused(example.reward)
+        example.Prompts.on_save = fused(example.Prompts.on_save)
+        example.Prompts.on_step_end = fused(example.Prompts.on_step_end)
+        torch.set_num_threads(1)
+        return example.main(["--data", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "run")])
+
+    throw = random.Random(4)
+    kills = 0
+    while True:
+        fuse = throw.randrange(4, 40)
+        done, found = start_forked(lambda fuse=fuse: life(fuse)).result()  # type: ignore[misc]
+        if done:
+            break
+        assert "exit status -9" in found, found
+        kills += 1
+    assert kills >= 2
+    assert sorted(key[1] for key in found) == list(range(18))

@@ -23,6 +23,8 @@ from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, ca
 from energon_bridge.core.loader.copies import Copies
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import AT_END, AT_EPOCH, check_rates, name_losses
+from energon_bridge.core.loader.opening import open_pipeline
+from energon_bridge.core.loader.outstanding import AgainStream, Outstanding
 from energon_bridge.core.loader.pool import Engine, WorkerPool
 from energon_bridge.core.loader.position import EndlessRun, FinitePass, Position
 from energon_bridge.core.loader.run_plan import plan_run
@@ -30,7 +32,7 @@ from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_
 from energon_bridge.core.registry import load
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.finite import mask_loss
-from energon_bridge.core.stream.lane import Production
+from energon_bridge.core.stream.lane import Production, reported
 from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.stream.pipeline import attach
 from energon_bridge.core.stream.state import LaneBatch
@@ -71,6 +73,7 @@ class Delivery:
         self.seconds = [0.0] * (3 + len(REQUESTS))
         self.pins = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
         self.used_last: object = None
+        self._again: AgainStream | None = None
         self._copies = Copies(self.pins, config.device) if self.pins or config.device is not None else None
         self._source: Iterator[LaneBatch] | None = None
         self._held: deque[LaneBatch] = deque()
@@ -91,7 +94,8 @@ class Delivery:
         position = self.position
         if isinstance(position, FinitePass):
             in_order = not self.spec.shuffled  # validation starts again, training continues
-            if position.is_over or (in_order and not self.resumed):
+            ended = position.is_over and not (position.out is not None and position.out.due)
+            if ended or (in_order and not self.resumed):
                 position.rewind()
                 # Workers that run on have the listing of the pass that they were started in.
                 listed = self.spec.shuffled and self.spec.listed
@@ -117,6 +121,9 @@ class Delivery:
         virtual = self.spec.settings.virtual_epoch_length
         if virtual is not None and position.epoch_steps >= virtual:
             raise StopIteration
+        while position.out is not None and position.out.due:
+            if (batch := self._delivered_again(position.out)) is not None:
+                return batch
         while not position.is_over:
             if position.is_masked:
                 position.advance()
@@ -137,6 +144,31 @@ class Delivery:
                     self._copy_ahead()
                 return item.batch
         raise StopIteration
+
+    def _delivered_again(self, out: Outstanding) -> Any:
+        """Return the next microbatch of samples that come again; None if nothing is left of it."""
+        position = self.position
+        if self._again is None:
+            plan = position.plan
+            pipeline = open_pipeline(plan, 0, range(len(plan.leaves)), self.watchdog)
+            self._again = AgainStream(pipeline, out, plan.banned)
+        item = reported(self._again, 0)
+        if self._copies is not None:
+            item.batch = self._copies.end(self._copies.begin(item.batch))
+        if item.reports:
+            self._report(item)
+        if not item.rows and item.batch is not None:
+            _check_masked(item.batch)
+        position.counts.add(item.counts)
+        out.due.popleft()
+        if not out.due:
+            self._stop_again()
+        return item.batch
+
+    def _stop_again(self) -> None:
+        if self._again is not None:
+            self._again.pipeline.close()
+            self._again = None
 
     def _ends_an_epoch(self) -> bool:
         """Whether the pass, the virtual epoch, or the epoch of the data is over with the microbatch just delivered."""
@@ -167,6 +199,11 @@ class Delivery:
             if item.reports:
                 self._report(item)
             self._finish_copy(item)
+            if (out := self.position.out) is not None:
+                if item.rows:
+                    out.deliver(item.batch, self.position.epoch, self.position.microbatches + self.config.dp_rank)
+                else:
+                    _check_masked(item.batch)
         except BaseException:
             self.stop()
             raise
@@ -202,13 +239,11 @@ class Delivery:
         if self._held:
             self._finish_copy(self._held[-1])
         batch = copy.copy(self.last if self.last is not None else self._held[-1].batch)
-        valid = batch.get("__valid__") if isinstance(batch, dict) else getattr(batch, "__valid__", None)
-        if valid is None:
-            raise ConfigurationError(
-                f"{self.config.dp_size} ranks do not divide {self.position.plan.num_lanes} lanes, so some "
-                f"microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: "
-                "return a Batch, dataclass or dict from encode_batch, or use a number of ranks that divides num_lanes"
-            )
+        valid = _valid_of(
+            batch,
+            f"{self.config.dp_size} ranks do not divide {self.position.plan.num_lanes} lanes",
+            "or use a number of ranks that divides num_lanes",
+        )
         attach(batch, "__valid__", torch.zeros_like(valid))
         mask_loss(batch)
         return batch
@@ -285,6 +320,7 @@ class Delivery:
         if isinstance(self._source, Production) and not self._is_foreign:
             self._source.close()
         self._stop_workers()
+        self._stop_again()
         self._source = None
         self._held.clear()
 
@@ -341,6 +377,22 @@ class Iteration:
             return delivery.next()
         finally:
             self._epoch_steps = position.epoch_steps
+
+
+def _valid_of(batch: Any, why: str, instead: str) -> Any:
+    """Return the mask of a batch that is to be masked. Raises ConfigurationError if it carries none."""
+    valid = batch.get("__valid__") if isinstance(batch, dict) else getattr(batch, "__valid__", None)
+    if valid is None:
+        raise ConfigurationError(
+            f"{why}, so some microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry "
+            f"__valid__: return a Batch, dataclass or dict from encode_batch, {instead}"
+        )
+    return valid
+
+
+def _check_masked(batch: Any) -> None:
+    """Raise if a program cannot tell a masked microbatch from samples that it is to say are done."""
+    _valid_of(batch, "keep_until_done: a step has fewer samples than the run has ranks", "or use one rank")
 
 
 def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:

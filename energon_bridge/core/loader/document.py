@@ -19,6 +19,8 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
                "leaf_draws": column,         # lane by lane, leaf by leaf
                "leaf_sums": column,          # likewise, in a blend by amounts
                "held": column, "held_rows": [column, ...], "held_members": [column, ...]},
+     "out": {"ranks": [[rank, ...], of how many], "size": n,     # with `keep_until_done`
+             "rows": [column, ...], "counts": [done, again, dropped]},
      "checksum": 16 hexadecimal digits}
 
 *held* is the number of rows of each lane that wait to be packed or batched; the columns of their arrays follow, lane
@@ -45,7 +47,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache, partial
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
@@ -96,6 +98,28 @@ _SUBSET = re.compile(r"(\d{1,15}):(\d{1,15})( where .{1,9000})?", re.ASCII | re.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedOut:
+    """Samples that were delivered and are not done, of some ranks (`outstanding.py`).
+
+    Attributes:
+        ranks: Whose they are, ascending.
+        size: The ranks of the run.
+        rows: `COLUMNS` of each sample, shape (samples, 7): the pass and the place in the order of delivery, the
+            reference to the sample, and the rollouts that are left.
+        counts: How many were done, came again and were dropped.
+    """
+
+    COLUMNS: ClassVar[tuple[tuple[int, int], ...]] = (
+        *((0, LARGEST), (0, _MOST_SUM), (0, LARGEST), _ANY, (0, LARGEST), (0, 1 << 32), (1, 1 << 32)),
+    )
+
+    ranks: tuple[int, ...]
+    size: int
+    rows: IntArray
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
     """The contents of a state, read and checked.
 
@@ -106,6 +130,7 @@ class SavedRun:
             num_samples, block (`LeafOrder.block`), counts (a dict) and parked; parked ones last.
         lanes: By number.
         ranks: For a finite stream: the number of ranks whose counts these are, and of ranks in the run; None: unknown.
+        out: Samples that were delivered and are not done; None: the loader did not keep them.
 
     The other attributes are those of the document.
     """
@@ -122,6 +147,7 @@ class SavedRun:
     ranks: tuple[int, int] | None = None
     bans: tuple[Ban, ...] = ()
     banned: Mapping[str, LeafBans] = field(default_factory=dict)
+    out: SavedOut | None = None
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -149,6 +175,10 @@ def write(saved: SavedRun) -> State:
     ]
     document |= {"format": FORMAT, "format_version": FORMAT_VERSION, "order_version": ORDER_VERSION}
     document |= {} if saved.ranks is None else {"ranks": list(saved.ranks)}
+    if (out := saved.out) is not None:
+        rows = [encode_column(column) for column in out.rows.T]
+        ranks = [[*out.ranks], out.size]
+        document["out"] = {"ranks": ranks, "size": len(out.rows), "rows": rows, "counts": [*out.counts]}
     lanes = write_lanes(saved.lanes)
     if "unit" in saved.settings:
         nothing = (0,) * len(saved.leaves)
@@ -365,6 +395,7 @@ def read(state: Any) -> SavedRun:
         ranks=_read_ranks(document.get("ranks")),
         bans=_read_bans(document["bans"]),
         banned=_read_banned(document["banned"], leaves),
+        out=_read_out(document["out"], leaves) if "out" in document else None,
     )
 
 
@@ -375,6 +406,31 @@ def _read_ranks(value: Any) -> tuple[int, int] | None:
         raise damaged("ranks", f"should be two numbers, found {shown(value)}")
     size = _number(value[1], "ranks", 1, LARGEST)
     return _number(value[0], "ranks", 1, size), size
+
+
+def _read_out(value: Any, leaves: Sequence[State]) -> SavedOut:
+    entry = _entries(value, "out")
+    ranks = _entry(entry, "ranks", "out")
+    counts = _entry(entry, "counts", "out")
+    if not isinstance(ranks, list) or len(ranks) != 2 or not isinstance(ranks[0], list) or not ranks[0]:
+        raise damaged("out.ranks", f"should be a list of ranks and their number, found {shown(ranks)}")
+    if not isinstance(counts, list) or len(counts) != 3:
+        raise damaged("out.counts", f"should be three numbers, found {shown(counts)}")
+    size = _number(ranks[1], "out.ranks", 1, LARGEST)
+    owners = [_number(rank, "out.ranks", 0, size - 1) for rank in ranks[0]]
+    if any(later <= rank for rank, later in pairwise(owners)):
+        raise damaged("out.ranks", "should be in ascending order")
+    held = _number(_entry(entry, "size", "out"), "out.size", 0, LONGEST_COLUMN)
+    rows = _read_array(entry, "rows", held, SavedOut.COLUMNS, "out")
+    _check_samples(rows[:, 2:], leaves, "out.rows")
+    if len({*map(tuple, rows[:, 2:6].tolist())}) < held:
+        raise damaged("out.rows", "should name each sample once")
+    return SavedOut(
+        ranks=tuple(owners),
+        size=size,
+        rows=rows,
+        counts=tuple(_number(count, "out.counts", 0, _MOST_COUNTED) for count in counts),
+    )
 
 
 def read_lanes(document: State) -> dict[int, LaneState]:
@@ -458,20 +514,11 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
 
 def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[BufferedRefs]:
     sizes = _column(entry, "lanes", "held", lanes, 0, 1 << 32)
-    rows = _read_array(entry, "held_rows", int(sizes.sum()), ((0, max(Stage)), (1, 1 << 32), (-1, 1 << 32)))
+    rows = _read_array(entry, "held_rows", int(sizes.sum()), ((0, max(Stage)), (1, 1 << 32), (-1, 1 << 32)), "lanes")
     active = [leaf for leaf in leaves if not leaf["parked"]]
     ranges = (0, len(active) - 1), _ANY, (0, LARGEST), (0, 1 << 32)
-    members = _read_array(entry, "held_members", int(rows[:, 1].sum()), ranges)
-    of_leaf = members[:, 0]
-    ends = np.array([_lines(leaf) for leaf in active], dtype=np.int64).reshape(-1, 2)
-    outside = (members[:, 1] < ends[of_leaf, 0]) | (members[:, 1] >= ends[of_leaf, 1])
-    if outside.any():
-        leaf, sample = members[outside][0, :2].tolist()
-        first, last = _lines(active[leaf])
-        raise damaged(
-            "lanes.held_members[1]",
-            f"names sample {sample} of {active[leaf]['path'][:200]}, which has samples {first} to {last - 1}",
-        )
+    members = _read_array(entry, "held_members", int(rows[:, 1].sum()), ranges, "lanes")
+    _check_samples(members, active, "lanes.held_members[1]")
     starts = np.concatenate(([0], np.cumsum(rows[:, 1])))
     last_rows = np.cumsum(sizes).tolist()
     return [
@@ -480,13 +527,26 @@ def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[Buffer
     ]
 
 
-def _read_array(entry: State, name: str, size: int, ranges: Sequence[tuple[int, int]]) -> IntArray:
-    columns = _entry(entry, name, "lanes")
+def _check_samples(refs: IntArray, leaves: Sequence[State], field: str) -> None:
+    """Raise if references, (leaf, sample, ...) each, name a leaf or a sample that is not there."""
+    of_leaf = _in_range(refs[:, 0], field, 0, len(leaves) - 1)
+    ends = np.array([_lines(leaf) for leaf in leaves], dtype=np.int64).reshape(-1, 2)
+    outside = (refs[:, 1] < ends[of_leaf, 0]) | (refs[:, 1] >= ends[of_leaf, 1])
+    if outside.any():
+        leaf, sample = refs[outside][0, :2].tolist()
+        first, last = _lines(leaves[leaf])
+        raise damaged(
+            field, f"names sample {sample} of {leaves[leaf]['path'][:200]}, which has samples {first} to {last - 1}"
+        )
+
+
+def _read_array(entry: State, name: str, size: int, ranges: Sequence[tuple[int, int]], of: str) -> IntArray:
+    columns = _entry(entry, name, of)
     if not isinstance(columns, list) or len(columns) != len(ranges):
-        raise damaged(f"lanes.{name}", f"should be a list of {len(ranges)} columns")
+        raise damaged(f"{of}.{name}", f"should be a list of {len(ranges)} columns")
     parts = []
     for number, (column, ends) in enumerate(zip(columns, ranges, strict=True)):
-        where = f"lanes.{name}[{number}]"
+        where = f"{of}.{name}[{number}]"
         parts.append(_in_range(decode_column(column, size, where), where, *ends))
     return np.stack(parts, axis=1)
 

@@ -8,6 +8,8 @@ from datetime import date
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from energon_bridge.core.errors import (
     BatchSizeMismatchError,
     DatasetMismatchError,
@@ -20,7 +22,16 @@ from energon_bridge.core.errors import (
     StepMismatchError,
     called,
 )
-from energon_bridge.core.loader.document import OF_THE_RUN, WHAT_A_STATE_IS, SavedRun, State, read, shown, write
+from energon_bridge.core.loader.document import (
+    OF_THE_RUN,
+    WHAT_A_STATE_IS,
+    SavedOut,
+    SavedRun,
+    State,
+    read,
+    shown,
+    write,
+)
 from energon_bridge.core.order.topology import microbatches_before
 from energon_bridge.core.stream.state import COUNTERS, LaneState
 
@@ -187,6 +198,16 @@ def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatc
             )
 
 
+def check_out(saved: SavedRun, *, keeps: bool) -> None:
+    """Raise if a state has samples that are not done, and the loader would forget them."""
+    if saved.out is None or keeps or not len(saved.out.rows):
+        return
+    raise SettingMismatchError(
+        f"the state has {len(saved.out.rows)} samples that were delivered and are not done: pass keep_until_done=True "
+        "to get_savable_loader, so that they come again"
+    )
+
+
 # States of ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +241,7 @@ def read_all(states: Sequence[Any]) -> SavedRun:
                 for name in COUNTERS:
                     total[name] += leaf["counts"][name]
     leaves = [leaf | {"counts": counted} for leaf, counted in zip(first.leaves, counts, strict=True)]
-    return replace(first, leaves=leaves, lanes=lanes, ranks=_ranks_of(runs))
+    return replace(first, leaves=leaves, lanes=lanes, ranks=_ranks_of(runs), out=_out_of(runs))
 
 
 def _ranks_of(runs: Sequence[SavedRun]) -> tuple[int, int] | None:
@@ -229,6 +250,21 @@ def _ranks_of(runs: Sequence[SavedRun]) -> tuple[int, int] | None:
         return None
     size = max(size for _, size in known)
     return min(size, sum(count for count, _ in known)), size
+
+
+def _out_of(runs: Sequence[SavedRun]) -> SavedOut | None:
+    """Return what is out on any of the ranks, in order of delivery; a rank that is there twice counts once."""
+    parts = [run.out for run in runs if run.out is not None]
+    if not parts:
+        return None
+    ranks: set[int] = set()
+    counts = np.zeros(len(parts[0].counts), dtype=np.int64)
+    for part in parts:
+        if not ranks & {*part.ranks}:
+            counts += part.counts
+        ranks |= {*part.ranks}
+    rows = np.unique(np.concatenate([part.rows for part in parts]), axis=0)  # by pass and place, its first columns
+    return SavedOut(ranks=tuple(sorted(ranks)), size=parts[0].size, rows=rows, counts=tuple(map(int, counts)))
 
 
 def merge(states: Sequence[Any]) -> State:

@@ -25,8 +25,9 @@ from energon_bridge.core.loader.bans import (
     moved_bans,
     with_new_ban,
 )
-from energon_bridge.core.loader.fits import check_fits, check_lanes, saved_day
+from energon_bridge.core.loader.fits import check_fits, check_lanes, check_out, saved_day
 from energon_bridge.core.loader.opening import open_pipeline
+from energon_bridge.core.loader.outstanding import Outstanding
 from energon_bridge.core.loader.ranks import agreed
 from energon_bridge.core.loader.run_plan import PACKING_BUFFERS, RunPlan
 from energon_bridge.core.loader.weights import no_weights, with_new_weights
@@ -57,6 +58,7 @@ class Position(ABC):
         epoch_steps: Delivered steps of the virtual epoch.
         lanes: The state of each lane of this rank; a pass has none.
         counts: The `COLUMNS` of leaves on this rank: restored counts plus what it has delivered since.
+        out: What was delivered and is not done; None: that is not kept.
     """
 
     by_lane: ClassVar[bool]
@@ -71,6 +73,7 @@ class Position(ABC):
         self.epoch_steps = 0
         self.lanes: dict[int, LaneState] = {}
         self.counts = Counts()
+        self.out: Outstanding | None = None
         self._bans: tuple[Ban, ...] = ()
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
@@ -136,11 +139,13 @@ class Position(ABC):
         other = copy.copy(self)
         other.lanes = dict(self.lanes)
         other.counts = Counts(self.counts)
+        other.out = None if self.out is None else self.out.copied()
         return other
 
     def for_worker(self) -> Self:
         """Return a copy for another process; a process group belongs to this one."""
         other = self.copied()
+        other.out = None
         other.plan = self.plan.without_group()
         return other
 
@@ -178,6 +183,8 @@ class Position(ABC):
         virtual = self.plan.data.settings.virtual_epoch_length
         self.epoch_steps = step % virtual if virtual else 0
         self.counts = Counts()
+        if self.out is not None:
+            self.out.clear()
         self._seek(step)
 
     # Weights and bans ------------------------------------------------------------------------------------------------
@@ -240,6 +247,7 @@ class Position(ABC):
             row | {"counts": dict(zip(COUNTERS, self.counts.of(leaf), strict=False)), "parked": False}
             for leaf, row in enumerate(self.plan.table)
         ]
+        leaves += self._parked
         return doc.SavedRun(
             kind=self.plan.data.kind,
             num_lanes=self.plan.num_lanes,
@@ -250,8 +258,9 @@ class Position(ABC):
             changes=self.plan.changes,
             bans=self._bans,
             banned=self.plan.banned,
-            leaves=[*leaves, *self._parked],
+            leaves=leaves,
             lanes=lanes,
+            out=None if self.out is None else self.out.saved([leaf["identity"] for leaf in leaves]),
             ranks=None if self.by_lane else (1, self._ranks),
         )
 
@@ -274,6 +283,8 @@ class Position(ABC):
         lanes = saved.lanes
         ownership = Ownership(num_lanes, self._ranks, microbatches)
         check_lanes(lanes, self._lanes_of(ownership), microbatches, num_lanes)
+        check_out(saved, keeps=self.out is not None)
+        out = None if self.out is None else self.out.restored(saved, [leaf["identity"] for leaf in self.plan.table])
         if (configured := self.plan.config.num_lanes) not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, configured)
         if difference:
@@ -291,6 +302,7 @@ class Position(ABC):
         if taken is not None:
             day.settle(taken)  # workers begin anew, with the encoder as it is then
         self.ownership = ownership
+        self.out = out
         self._bans = bans
         self.microbatches = microbatches
         self.epoch = saved.epoch

@@ -14,13 +14,18 @@ from energon_bridge.core.loader.fits import merge
 
 def agreed(what: str, own: int, choose: Callable[[list[int]], int], ranks: int, group: Any) -> int:
     """Return the global draw that all ranks of a group agree on: `choose` picks it from the values of all of them."""
+    return choose(gathered(f"{what}: pass the same from_draw on every rank", own, ranks, group))
+
+
+def gathered(instead: str, own: Any, ranks: int, group: Any) -> list[Any]:
+    """Return the values of all ranks of a group, all of which must call this; `instead` is what else a user can do."""
     if ranks == 1:
-        return own
+        return [own]
     if not torch.distributed.is_initialized():
-        raise ConfigurationError(f"{what}: pass the same from_draw on every rank, or initialize torch.distributed")
+        raise ConfigurationError(f"{instead}, or initialize torch.distributed")
     found: list[Any] = [None] * ranks
     torch.distributed.all_gather_object(found, own, group=group)
-    return choose(found)
+    return found
 
 
 def merged_state(own: State, ranks: int, group: Any, global_dst_rank: int | None = None) -> State | None:

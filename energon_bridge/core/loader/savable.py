@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn, get_args
 import torch
 import torch.utils.data
 
-from energon_bridge.core.errors import ConfigurationError, WrongUseError, check_choice
+from energon_bridge.core.errors import ConfigurationError, WrongUseError, check_choice, check_number
 from energon_bridge.core.loader import document as doc
 from energon_bridge.core.loader.advice import advise
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
@@ -24,6 +24,7 @@ from energon_bridge.core.loader.fits import read_all
 from energon_bridge.core.loader.metrics import AT_ANY_TIME, flat_metrics, name_losses
 from energon_bridge.core.loader.no_dataloader import DATASET_IS_NO_LOADER, NotForDataLoader
 from energon_bridge.core.loader.opening import open_pipeline
+from energon_bridge.core.loader.outstanding import Outstanding, check_keeps
 from energon_bridge.core.loader.position import FinitePass, OnMismatch, Position
 from energon_bridge.core.loader.ranks import merged_state
 from energon_bridge.core.loader.run_plan import plan_run
@@ -63,6 +64,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         worker_config: Default: the one the dataset was made with.
         on_mismatch: What becomes of a state of another mix: "refuse" it, or "adapt" to it.
         watchdog: How long a microbatch may take; None: as long as it likes.
+        keep_until_done: Keep what is delivered until `done` or `drop`.
+        repeats: Rollouts of each sample that is kept.
     """
 
     _refusal: ClassVar[str] = LOADER_IS_NO_DATASET
@@ -76,6 +79,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         worker_config: WorkerConfig | None = None,
         on_mismatch: OnMismatch = "refuse",
         watchdog: WatchdogSettings | None = None,
+        keep_until_done: bool = False,
+        repeats: int = 1,
     ) -> None:
         self.watchdog = watchdog
         self.spec = dataset
@@ -86,6 +91,13 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             groups.check_data_parallel(config.dp_rank, config.dp_size, by_group=config.data_parallel_group is not None)
         dataset.check_types()
         self._delivery = self._delivery_kind(dataset, config, watchdog)
+        repeats = check_number("repeats", repeats, 1)
+        if keep_until_done:
+            check_keeps(dataset)
+            group = config.data_parallel_group
+            self._position.out = Outstanding(repeats, dataset.rows, config.dp_rank, config.dp_size, group)
+        elif repeats > 1:
+            raise ConfigurationError(f"repeats={repeats} counts rollouts, with keep_until_done=True: pass both")
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would warn of every loader that the machine has fewer cores; `advise` warns once.
@@ -207,9 +219,11 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             Samples: `samples` delivered, `skipped` (SkipSample), `errors`, `excluded`, `banned`; too long for a pack:
             `dropped` (also skipped), `truncated`, `split`, and the `pieces` of the split ones. `bytes` of the samples
             drawn. `ready`: microbatches made and not yet taken. Times end in `_seconds`, sizes in `_bytes`.
+            With `keep_until_done`: `until_done/out`, and since the run began `until_done/done`, `/again`, `/dropped`.
         """
         name_losses(self._position, self.spec.failure_log, least=AT_ANY_TIME)
-        return flat_metrics(self.counters(), self._delivery.pool, self._delivery.seconds)
+        found = flat_metrics(self.counters(), self._delivery.pool, self._delivery.seconds)
+        return found if self._position.out is None else found | self._position.out.metrics()
 
     def restore_state_rank(
         self, state: doc.State | Sequence[doc.State], *, on_mismatch: OnMismatch | None = None
@@ -296,6 +310,56 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             self._delivery.stop()  # batches made ahead contain them
             self._delivery.last = None  # and so does what a masked microbatch would repeat
         return start
+
+    # Samples that are out --------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_until_done(self) -> bool:
+        """Whether what is delivered is kept until it is done."""
+        return self._position.out is not None
+
+    @property
+    def outstanding(self) -> dict[tuple[Any, ...], int]:
+        """The rollouts left of each sample that was delivered to this rank and is not done, by restore key, in order.
+
+        After a restore, those that come again are among them.
+        """
+        return {key: out.left for key, out in sorted(self._kept.out.items(), key=lambda item: item[1])}
+
+    def done(self, keys: Any, *, ignore_unknown: bool = False) -> None:
+        """Say that samples are done: they never come again. Takes no communication.
+
+        With `repeats`, each time that a key is given is one rollout. After a restore, keys of samples that have not
+        come again yet are known, too.
+
+        Args:
+            keys: The `__restore_key__` of a batch or a sample, or several of them.
+            ignore_unknown: Leave out keys that are not out.
+
+        Raises:
+            WrongUseError: A key is not out, or no restore key; nothing was changed.
+        """
+        self._kept.finish(keys, ignore_unknown=ignore_unknown)
+
+    def again(self, keys: Any, *, ignore_unknown: bool = False) -> None:
+        """Let samples that are out come again, before all others; all ranks must call it alike, some without keys.
+
+        The arguments and errors are those of `done`.
+        """
+        self._kept.again(keys, ignore_unknown=ignore_unknown)
+
+    def drop(self, keys: Any, *, ignore_unknown: bool = False) -> None:
+        """Give samples that are out up, with all of their rollouts; they are counted, and never come again.
+
+        The arguments and errors are those of `done`.
+        """
+        self._kept.drop(keys, ignore_unknown=ignore_unknown)
+
+    @property
+    def _kept(self) -> Outstanding:
+        if self._position.out is None:
+            raise WrongUseError("this loader does not keep what it delivers: pass keep_until_done=True when making it")
+        return self._position.out
 
     def save_state_global(self, global_dst_rank: int | None = None) -> doc.State | None:
         """Return the state of the whole run; every rank must call it.

@@ -357,6 +357,18 @@ def read_key(key: Any) -> RowKey | BatchKey:
     return BatchKey(lane, number, tuple(map(_read_row, rows)), output)
 
 
+def read_keys(keys: Any) -> list[SampleKey]:
+    """Return the samples of one plain key, or of several; raises LookupError if one is no restore key."""
+    given = _as_tuples(keys) if isinstance(keys, list | tuple) else tuple(keys)
+    given = (given,) if given and isinstance(given[0], str) else given
+    return [sample for key in given for sample in read_key(key).samples]
+
+
+def is_of_several(key: Any) -> bool:
+    """Whether a plain key is that of one of several microbatches that hooks made of the same rows."""
+    return _starts_with(_as_tuples(key), _BATCH) and len(key) == 5
+
+
 def _read_row(key: Any) -> RowKey:
     if not _starts_with(key, _PACK):
         return RowKey((_read_sample(key),))

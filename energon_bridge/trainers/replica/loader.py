@@ -36,8 +36,8 @@ def open_loader(loader: Any, replica: Replica | None, balance: Balance | None = 
     """
     if replica is None or not replica.links:
         opened = _opened(loader)
-        return opened if balance is None else balanced(_in_host_memory(opened), balance)
-    return BroadcastLoader(lambda: balanced(_in_host_memory(_opened(loader)), balance), replica)
+        return opened if balance is None else balanced(_fit_to_share(opened), balance)
+    return BroadcastLoader(lambda: balanced(_fit_to_share(_opened(loader)), balance), replica)
 
 
 def _opened(loader: Any) -> Any:
@@ -45,8 +45,13 @@ def _opened(loader: Any) -> Any:
     return loader() if callable(loader) and not hasattr(loader, "__iter__") else loader
 
 
-def _in_host_memory(loader: Any) -> Any:
-    """Return a loader; raise if it copies batches to a device, from where they cannot be sent to other ranks."""
+def _fit_to_share(loader: Any) -> Any:
+    """Return a loader; raise if batches cannot be sent to other ranks: they are on a device, or kept until done."""
+    if getattr(loader, "keeps_until_done", False):
+        raise ConfigurationError(
+            "keep_until_done: the rank that trains on a sample says that it is done, so each rank must load its own: "
+            "leave out balance and replica_loading='one_rank'"
+        )
     device = getattr(getattr(loader, "config", None), "device", None)
     if device is None:
         return loader
