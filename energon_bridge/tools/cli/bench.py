@@ -157,6 +157,9 @@ def bench(
     class Bytes(DefaultTaskEncoder):
         decoder = Parts(image_decode=None)
 
+        def batch(self, samples: list[Any]) -> Any:  # of any types: the encoder that is measured may make one of them
+            return {"samples": samples}
+
     cores = available_cores()
     load_average = os.getloadavg()[0]
     most = options["num_workers"]

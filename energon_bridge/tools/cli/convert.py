@@ -353,7 +353,7 @@ def _show(source: Source, options: ConvertOptions) -> None:
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
         if (text := text_of_sounds(rows)) is not None:
             click.echo(
-                f"  to ask for {text}: call the columns audio_filepath and text, as NeMo does, and give --prompt"
+                f"  to ask for {text}: list sounds in columns audio_filepath and text, as NeMo does, and give --prompt"
             )
     looked_at = first_rows(source) if source.kind not in _KEPT else []
     if unused := unused_columns(looked_at, layout):

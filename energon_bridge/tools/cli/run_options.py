@@ -217,6 +217,9 @@ def encoder_of_model(model: str) -> Any:
     return encoder
 
 
+_DROP_IN = "write `python -m energon_bridge.compat -m energon_bridge.tools.cli.main` in place of `energon`"
+
+
 def named(spec: str, option: str, example: str) -> Any:
     """Return what `MODULE:NAME`, the value of an option, names; modules may lie in the current folder.
 
@@ -231,4 +234,8 @@ def named(spec: str, option: str, example: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"{option} {spec!r}: cannot import it: {error}") from error
+        missing = str(getattr(error, "name", None))
+        hint = (
+            f". It is written for megatron.energon: {_DROP_IN}" if missing in ("megatron", "megatron.energon") else ""
+        )
+        raise ConfigurationError(f"{option} {spec!r}: cannot import it: {error}{hint}") from error

@@ -41,7 +41,7 @@ from energon_bridge.tools.convert.finish import (
     load_record,
 )
 from energon_bridge.tools.convert.options import ConvertOptions, check_options, describe_conversion, key_of_options
-from energon_bridge.tools.convert.rows import Source, composed_otherwise, contents_of, first_rows
+from energon_bridge.tools.convert.rows import Source, contents_of, first_rows, named_otherwise
 from energon_bridge.tools.convert.scaling import reencoded
 from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, shards_of_plan
 from energon_bridge.tools.convert.shards import (
@@ -161,7 +161,7 @@ def check_first_files(source: Source) -> None:
     missing = [path for path in paths if path is not None and not os.path.exists(path)]
     if not missing or len(missing) < len(contents):
         return
-    if otherwise := composed_otherwise(missing[0]):
+    if otherwise := named_otherwise(missing[0]):
         raise SourceError(
             f"{source.where}: none of the files named in the first rows exists: {missing[0]}. {otherwise}"
         )

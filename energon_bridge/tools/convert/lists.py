@@ -69,6 +69,7 @@ from energon_bridge.tools.convert.rows import (
     Layout,
     Row,
     RowSample,
+    TextRef,
     first_rows,
     is_media_column,
     is_media_path,
@@ -673,12 +674,13 @@ def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:
 
 
 def text_of_sounds(rows: Sequence[Row]) -> str | None:
-    """Return the column of the text of sounds, one in each row; None if rows are others."""
-    of_rows = [[one for one in row.files.values() if not isinstance(one, tuple)] for row in rows]
+    """Return the column of the text of sounds, one in each row, or its extension; None if rows are others."""
+    of_rows = [[one for one in row.files.values() if not isinstance(one, tuple | TextRef)] for row in rows]
     if not all(of and {medium_by_name(f"x.{one.extension}") for one in of} == {"audio"} for of in of_rows):
         return None
     names = ("text", "sentence", "transcription", "transcript", "normalized_text", "caption", "caption_1")
-    return _named(list(dict.fromkeys(name for row in rows for name in row.values)), names)
+    beside = [one.extension for row in rows for one in row.files.values() if isinstance(one, TextRef)]
+    return _named(list(dict.fromkeys(name for row in rows for name in row.values)), names) or next(iter(beside), None)
 
 
 def _is_raw(contents: Content | tuple[Content, ...]) -> bool:

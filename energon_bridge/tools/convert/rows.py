@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import posixpath
@@ -90,14 +91,19 @@ class FileRef:
     def _unreadable(self, error: OSError | ValueError) -> SourceError:
         """Return the error for a file that is not there, or for a name that no file can have (a ValueError)."""
         remedy = "Paths are relative to the folder of the source, or to that of energon convert --media."
-        remedy = (isinstance(error, FileNotFoundError) and composed_otherwise(self.path)) or remedy
+        remedy = (isinstance(error, FileNotFoundError) and named_otherwise(self.path)) or remedy
         path = self.path.encode("utf-8", "backslashreplace").decode()
         return SourceError(f"{path}: cannot read: {getattr(error, 'strerror', error)}. {remedy}")
 
 
-def composed_otherwise(path: str) -> str:
-    """Return what to do if a file is there with the letters of its name composed otherwise, as macOS does; else ""."""
-    folder, name = os.path.split(path)
+def named_otherwise(path: str) -> str:
+    """Return what to do if the file is there by another name: other slashes, capitals, or composed letters; else ""."""
+    folder, name = os.path.split(path.replace("\\", "/"))
+    base, extension = (sorted({part, part.lower(), part.upper()}) for part in os.path.splitext(name))
+    for other in map("".join, itertools.product(base, extension)):
+        found = os.path.join(folder, other)
+        if found != path and os.path.exists(found):
+            return f"There is {found}: slashes and capitals count, so write the name as the file has it."
     for form in ("NFC", "NFD"):
         if (other := unicodedata.normalize(form, name)) != name and os.path.exists(os.path.join(folder, other)):
             wanted = "--nfc" if form == "NFD" else "--nfd"

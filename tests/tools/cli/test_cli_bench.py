@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from dataclasses import replace
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from commands import answer, output_of, refusal_of
+from forked import run_program
 from made import made_once
 from object_server import serving
+from previews import mix_of
+from recipes import crude_conversations
 from sources import coco, converted
 
 from energon_bridge.tools.cli import bench
@@ -33,6 +37,7 @@ RATE = bench.Rate(
     waiting=0.0,
 )
 READING = replace(RATE, encode=0.0, batch=0.0)
+DROP_IN = ["-m", "energon_bridge.compat", "-m", "energon_bridge.tools.cli.main"]
 
 
 dataset = made_once(create_captioning_test_dataset, num_train=24, num_val=4)
@@ -84,6 +89,39 @@ def test_it_runs_on_a_server_and_says_what_the_cache_had(
         monkeypatch.setenv("ENERGON_CACHE_DIR", str(tmp_path / "cache"))
         results = (output_of("bench", server.url, *options, seconds) for seconds in (0.2, 2, 20))  # a busy machine
         assert any(re.search(r"^Node cache: [1-9]\d*% of ", result, re.MULTILINE) for result in results)
+
+
+def test_a_mix_of_types_that_the_encoder_makes_one_of(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bench_of_types.py").write_text(
+        "from energon_bridge import DefaultTaskEncoder\n"
+        "class Keys(DefaultTaskEncoder):\n"
+        "    def encode_sample(self, sample):\n"
+        "        return {'__key__': sample['__key__']}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mix = mix_of(tmp_path / "mix.yaml", typed=dataset, crude=crude_conversations(tmp_path / "crude"))
+    flags = ["--batch-size", 4, "--num-workers", 0, "--seconds", 0.2, "--encoder", "bench_of_types:Keys"]
+    found = answer("bench", mix, *flags)
+    del sys.modules["bench_of_types"]
+    assert found["reading"]["samples"] >= 4
+    assert found["rates"][0]["samples"] >= 4
+
+
+def test_an_encoder_for_megatron_energon_is_told_how_it_runs(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "written_for_it.py").write_text("from megatron.energon import DefaultTaskEncoder as Mine\n")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--batch-size", 4, "--num-workers", 0, "--seconds", 0.2, "--encoder", "written_for_it:Mine"]
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.energon") is None:
+        assert "python -m energon_bridge.compat -m energon_bridge.tools.cli.main" in refusal_of(
+            "bench", dataset, *flags
+        )
+    words = ["-m", "energon_bridge.compat", "-m", "energon_bridge.tools.cli.main", "bench", dataset, *flags]
+    done = run_program([str(word) for word in words], tmp_path)
+    assert "Limit: " in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

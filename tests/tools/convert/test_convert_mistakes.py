@@ -66,6 +66,16 @@ def test_a_missing_image_is_named_or_skipped(tmp_path):
     assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags, "--on-error", "skip"))
 
 
+@pytest.mark.parametrize("named", ["photos\\a.JPG", "photos/a.jpg", "photos/A.JPG"])
+def test_a_file_of_another_spelling_is_named(tmp_path, named):
+    (tmp_path / "photos").mkdir()
+    for name in ("a.JPG", "b.jpg"):
+        (tmp_path / "photos" / name).write_bytes(picture(1, "JPEG"))
+    (tmp_path / "list.csv").write_text(f"image,caption\nphotos/b.jpg,one\n{named},two\n")
+    message = refused(tmp_path / "list.csv", tmp_path / "out")
+    assert f"There is {tmp_path}/photos/a.JPG: slashes and capitals count" in message
+
+
 def test_all_that_is_skipped_is_named_in_a_file(tmp_path):
     source, flags, _ = llava(tmp_path / "in", 12)
     entries = json.loads(source.read_text())
