@@ -393,7 +393,11 @@ REFUSED: list[tuple[Any, str]] = [
         asked({"type": "image", "image": "red.png"}, {"type": "image"}, images=["blue.png"]),
         "has images in `images` and",
     ),
-    (asked(TEXT, images=[["red.png"]]), "`images`: expected a list of files, found a list in it"),
+    (asked(TEXT, images=[["red.png"]]), "found a list in it, \"[['red.png']]\". Write one list of all files, in"),
+    (
+        talk("<video>color?", videos=[["red.png"] * 2]),
+        '". Make one file of the frames',
+    ),
     (asked(TEXT, image_path="red.png"), "`image_path` seems to name media (red.png)"),
     (asked(TEXT, picture="https://host/red.png?size=3"), "`picture` seems to name media (https://host/red.png"),
     (asked({"type": "image"}, TEXT), "the text has 1 image placeholders '<image>' but the sample has 0 images"),

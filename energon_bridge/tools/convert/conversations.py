@@ -142,9 +142,11 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
     if isinstance(value, list | tuple):
         files = [as_files(item, media, column) for item in value]
         if any(isinstance(item, tuple) for item in files):
+            remedy = "Write one list of all files, in the order of their places."
+            if _MEDIA_KEYS.get(column) == "videos":
+                remedy = "Make one file of the frames of a video."
             raise SourceError(
-                f"`{column}`: expected a list of files, found a list in it, {str(value)[:60]!r}. Make one file of the "
-                "frames of a video."
+                f"`{column}`: expected a list of files, found a list in it, {str(value)[:60]!r}. {remedy}"
             )
         return tuple(item for item in files if not isinstance(item, tuple))
     if isinstance(listed := _listed(value), list) and listed is not value:
