@@ -6,109 +6,56 @@ import base64
 import json
 import re
 import shlex
-import sys
-import wave
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from clips import all_frames, write_sound, write_video
 from commands import answer
 from conversations import picture_of
 from forked import import_for_training, run_program
-from paths import CONFIGS, REPOSITORY
-from PIL import Image
+from lists import (
+    ALL_TRAIN,
+    ASKED,
+    CONFIG,
+    RED,
+    TEXT,
+    ZOOM,
+    ZOOMS,
+    Spoken,
+    asked,
+    inline,
+    learned,
+    listed,
+    llava,
+    small_bundle,
+    talk,
+    write_media,
+)
+from paths import REPOSITORY
 from sources import QUIETLY, convert, converted, members, refused
 
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from energon_bridge import TaskEncoder, WorkerConfig, get_loader, get_val_dataset
-from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.core.errors import EmptyDatasetError, SampleError
-from energon_bridge.core.samples import Sample, edataclass
-from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.conversations import conversation
-from energon_bridge.models.conversations.conversation import MediaWithOptions, read_conversation
-from energon_bridge.models.conversations.cooker import COOKERS, cook_conversation
-from energon_bridge.models.conversations.segments import MediaOptions
+from energon_bridge.models.conversations.conversation import read_conversation
+from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.conversations.turns import has_empty_answer
-from energon_bridge.models.families.sound import sound_of
-from energon_bridge.training.config_file import load_config
-from energon_bridge.training.encoder import training_task_encoder
-from energon_bridge.training.presets import ModelBundle, load_model, write_preset
-
-CONFIG = load_config(CONFIGS / "tiny" / "qwen2.5_vl_instruct.yaml", ())
-ALL_TRAIN = ("--split-ratio", "1,0,0")
-TEXT = {"type": "text", "text": "color?"}
-RED = {"role": "assistant", "content": "red"}
-ASKED = [{"from": "human", "value": "a"}]
-ZOOM = {"name": "zoom", "parameters": {"type": "object", "properties": {}}}
-ZOOMS = json.dumps({"type": "function", "function": ZOOM})
+from energon_bridge.training.presets import ModelBundle
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
-    folder = tmp_path_factory.mktemp("preset") / "model"
-    write_preset(CONFIG.model, folder, lambda: ["color? red film"] * 3)
-    return load_model(str(folder), init="random")
+    return small_bundle(tmp_path_factory.mktemp("preset") / "model")
 
 
 @pytest.fixture(scope="module")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("media")
-    for color in ("red", "blue"):
-        picture_of(color).resize((32, 32)).save(folder / f"{color}.png")
-    (folder / "plain").write_bytes((folder / "red.png").read_bytes())
-    write_video(folder / "film.mp4", frames=60)
-    write_sound(folder / "a.wav", codec="pcm_s16le", rate=16000, seconds=0.5)
-    write_sound(folder / "b.mp3", codec="libmp3lame", rate=16000, seconds=0.5)
-    return folder
-
-
-def listed(folder: Path, entries: Any) -> Path:
-    path = folder / "list.json"
-    path.write_text(json.dumps(entries if isinstance(entries, list) else [entries]))
-    return path
-
-
-def learned(path: Path, bundle: ModelBundle) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return what is shown and what is learned of each sample, with the inputs of its images and videos."""
-    data = load_config(CONFIGS / "tiny" / "qwen2.5_vl_instruct.yaml", ["data.packing_buffer_size=null"]).data
-    encoder = training_task_encoder(data, bundle)
-    workers = WorkerConfig(num_workers=0)
-    dataset = get_val_dataset(path, split_part="train", batch_size=1, worker_config=workers, task_encoder=encoder)
-    found = []
-    for batch in get_loader(dataset):
-        shown = bundle.tokenizer.decode(batch.tokens[0]).replace("<|im_start|>", "|").replace("<|im_end|>", "")
-        for token, letter in (("<|image_pad|>", "i"), ("<|video_pad|>", "v"), ("<|vision_start|>", ""), ("\n", " ")):
-            shown = shown.replace(token, letter)
-        said = bundle.tokenizer.decode(batch.labels[0][batch.loss_mask[0].bool()])
-        inputs = dict(batch.visual_inputs)
-        if batch.pixel_values is not None:
-            inputs["pixel_values"] = batch.pixel_values
-        found.append((shown.replace("<|vision_end|>", ""), said, inputs))
-    return found
-
-
-def asked(*parts: Any, **beside: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": list(parts)}, RED], **beside}
-
-
-def inline(media: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode((media / 'red.png').read_bytes()).decode()}"
-
-
-def talk(question: str, *more: Any, **beside: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, *(more or (RED,))], **beside}
-
-
-def llava(question: str, **beside: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": "red"}], **beside}
+    return write_media(tmp_path_factory.mktemp("media"))
 
 
 # Images and videos ----------------------------------------------------------------------------------------------------
@@ -230,26 +177,6 @@ def test_sounds_that_are_named_are_parts_or_files_of_a_store() -> None:
     del sample["b.wav"]
     with pytest.raises(SampleError, match=r"the audio 'b.wav' is not a part .* no auxiliary store 'audios'"):
         cook_conversation(sample)
-
-
-class Spoken(TaskEncoder[Any, Any, Any, Any]):
-    """Delivers conversations as they are read."""
-
-    decoder = SampleDecoder()
-    cookers = COOKERS
-
-    def encode_sample(self, sample: Any) -> Any:
-        return Read(__key__=sample.__key__, content=read_conversation(sample))
-
-    def batch(self, samples: Any) -> Any:
-        return [sample.content for sample in samples]
-
-
-@edataclass
-class Read(Sample):
-    """A conversation."""
-
-    content: Any
 
 
 @pytest.mark.parametrize("name", VIDEOS)
@@ -440,160 +367,6 @@ def test_places_of_sounds_and_videos_in_other_spellings(place: str) -> None:
         assert [(part.kind, part.text) for part in parts] == [("text", "a "), (kind, ""), ("text", " b")]
 
 
-# Segments, and options of qwen-vl-utils -------------------------------------------------------------------------------
-
-CUT: dict[str, Any] = {
-    "clip": llava("<video>\ncolor?", video="film.mp4", clip=[0.8, 1.6]),
-    "start and end": llava("<video>\ncolor?", video="film.mp4", start=0.8, end="1.6"),
-    "clock times": llava("<video>\ncolor?", video="film.mp4", start_time="00:00:00.8", end_time="0:01.6"),
-    "timestamps apart": llava(
-        "<video>\ncolor?", video="film.mp4", start_timestamp="00:00:00.80", stop_timestamp="00:00:01.60"
-    ),
-    "start and stop": llava("<video>\ncolor?", video="film.mp4", start=0.8, stop=1.6),
-    "begin and finish": llava("<video>\ncolor?", video="film.mp4", begin=0.8, finish=1.6),
-    "from and to": llava("<video>\ncolor?", video="film.mp4", from_sec=0.8, to_sec=1.6),
-    "a window": llava("<video>\ncolor?", video="film.mp4", window=[0.8, 1.6], trim=True, stop="Main Street"),
-    "offset and duration": llava("<video>\ncolor?", video="film.mp4", offset=0.8, duration=0.8),
-    "one for each": talk("<video>color?", videos=["film.mp4"], segments=[[0.8, 1.6]]),
-    "a part": asked({"type": "video", "video": "film.mp4", "video_start": 0.8, "video_end": 1.6}, TEXT),
-    "NeMo": {
-        "conversations": [
-            {"from": "User", "value": "film.mp4", "type": "video", "offset": 0.8, "duration": 0.8},
-            {"from": "User", "value": "color?", "type": "text"},
-            {"from": "Assistant", "value": "red", "type": "text"},
-        ]
-    },
-}
-
-
-def patches_of(frames: list[Any], bundle: ModelBundle, size: tuple[int, int]) -> torch.Tensor:
-    """Return what the image processor makes of pairs of frames, whose values are the same in time."""
-    images = [Image.fromarray(frame).resize(size[::-1], Image.Resampling.BICUBIC) for frame in frames]
-    made = bundle.image_processor(images=images, return_tensors="pt", do_resize=False)["pixel_values"]
-    return made.reshape(len(frames), -1, 3, 2, made.shape[1] // 6)[:, :, :, 0]
-
-
-def frames_in(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    patches = inputs["pixel_values_videos"]
-    steps = int(inputs["video_grid_thw"][0, 0])
-    return patches.reshape(steps, -1, 3, 2, patches.shape[1] // 6).movedim(3, 1).flatten(0, 1)
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_only_a_segment_of_a_video_is_learned(tmp_path: Path, media: Path, bundle: ModelBundle, name: str) -> None:
-    out = converted(listed(tmp_path, CUT[name]), tmp_path / "out", "--media", media, *ALL_TRAIN)
-    ((shown, _, inputs),) = learned(out, bundle)
-    within = [
-        frame.pixels for frame in all_frames(media / "film.mp4") if Fraction(4, 5) <= frame.seconds < Fraction(8, 5)
-    ]
-    assert len(within) == 20
-    chosen = [within[round(at)] for at in np.linspace(0, 19, 4)]  # at least four frames
-    steps, rows, columns = inputs["video_grid_thw"][0].tolist()
-    side = bundle.image_processor.patch_size
-    made = patches_of(chosen, bundle, (rows * side, columns * side))
-    assert steps == 2
-    assert torch.equal(frames_in(inputs), made)
-    assert shown.endswith("color? |assistant red")
-
-
-def test_options_of_parts_are_honoured(tmp_path: Path, media: Path, bundle: ModelBundle) -> None:
-    smart_resize = sys.modules[type(bundle.image_processor).__module__].smart_resize
-    side = bundle.image_processor.patch_size * bundle.image_processor.merge_size
-    Image.linear_gradient("L").resize((200, 100)).convert("RGB").save(media / "big.png")
-    big = {"type": "image", "image": "big.png", "max_pixels": side**2 * 6}
-    told = {"type": "image", "image": "big.png", "resized_height": 60, "resized_width": 80}
-    source = listed(tmp_path, [asked(big, TEXT), asked(told, TEXT)])
-    of_big, of_told = learned(converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN), bundle)
-    sizes = smart_resize(100, 200, side, 4 * side**2, side**2 * 6), smart_resize(60, 80, side)  # as fetch_image does
-    for (_, _, inputs), (height, width) in zip((of_big, of_told), sizes, strict=True):
-        image = Image.open(media / "big.png").resize((width, height))
-        size = {"shortest_edge": CONFIG.data.min_pixels, "longest_edge": CONFIG.data.max_pixels}
-        made = bundle.image_processor(images=[image], return_tensors="pt", size=size)
-        assert torch.equal(inputs["image_grid_thw"], made["image_grid_thw"])
-        assert torch.equal(inputs["pixel_values"], made["pixel_values"])
-
-
-def test_options_of_videos_are_honoured(tmp_path: Path, media: Path, bundle: ModelBundle) -> None:
-    smart_resize = sys.modules[type(bundle.image_processor).__module__].smart_resize
-    side = bundle.image_processor.patch_size * bundle.image_processor.merge_size
-    least, most = side**2, 2 * side**2
-    parts = [{"nframes": 6}, {"fps": 3.0}, {"min_pixels": least, "max_pixels": most}]
-    entries = [asked({"type": "video", "video": "film.mp4", **options}, TEXT) for options in parts]
-    found = learned(converted(listed(tmp_path, entries), tmp_path / "out", "--media", media, *ALL_TRAIN), bundle)
-    grids = [inputs["video_grid_thw"][0].tolist() for _, _, inputs in found]
-    assert [grid[0] for grid in grids] == [3, 4, 2]  # 6 frames, 3 for each of 2.4 seconds (7), and as without options
-    height, width = smart_resize(24, 32, side, least, most)  # as fetch_video does
-    assert grids[2][1:] == [height // (side // 2), width // (side // 2)] != grids[0][1:]
-
-
-@pytest.mark.parametrize(
-    ("entry", "complaint"),
-    [
-        (llava("<video>color?", video="film.mp4", clip=[2, 1]), r"`clip` is '\[2, 1\]': expected the seconds"),
-        (llava("<video>color?", video="film.mp4", timestamps=[0.1, 0.2, 0.3]), "`timestamps` is"),
-        (llava("<video>color?", video="film.mp4", start_frame=3), "`start_frame` counts frames"),
-        (
-            llava("<video>color?", video="film.mp4", clip=[0, 1], start=1, end=2),
-            "given twice, by clip and by start and end",
-        ),
-        (talk("<video><video>color?", videos=["film.mp4"] * 2, start=1, end=2), "that of any of 2 videos"),
-        (talk("<video><video>color?", videos=["film.mp4"] * 2, clips=[[1, 2]]), "1 segments for 2 videos"),
-        (asked({"type": "video", "video": "film.mp4", "fps": 1, "nframes": 4}, TEXT), "both fps and nframes"),
-        (asked({"type": "video", "video": "film.mp4", "max_pixels": 0}, TEXT), "max_pixels=0: expected a positive"),
-        (asked({"type": "image", "image": "red.png", "fps": 1}, TEXT), "not understood, for its fps"),
-        (asked({"type": "image", "image": "red.png", "resized_width": 28}, TEXT), "give both"),
-    ],
-)
-def test_segments_and_options_that_cannot_be_honoured_are_named(
-    tmp_path: Path, media: Path, entry: Any, complaint: str
-) -> None:
-    assert re.search(complaint, refused(listed(tmp_path, entry), tmp_path / "out", "--media", media))
-
-
-def test_turns_with_a_type_are_media_at_their_place(tmp_path: Path, media: Path) -> None:
-    turns = [
-        {"from": "User", "value": "Write down what is said.", "type": "text"},
-        {"from": "User", "value": "a.wav", "type": "audio", "duration": 0.1, "offset": 0.05},
-        {"from": "Assistant", "value": "hello", "type": "text"},
-        {"from": "User", "value": "red.png", "type": "image"},
-        {"from": "User", "value": "And this?", "type": "text"},
-        {"from": "Assistant", "value": "red", "type": "text"},
-    ]
-    out = converted(
-        listed(tmp_path, {"id": "1", "conversations": turns}), tmp_path / "out", "--media", media, *ALL_TRAIN
-    )
-    workers = WorkerConfig(num_workers=0)
-    dataset = get_val_dataset(out, split_part="train", batch_size=1, worker_config=workers, task_encoder=Spoken())
-    ((content,),) = get_loader(dataset)
-    said = [[part.text or f"<{part.kind}>" for part in turn.parts] for turn in content.turns]
-    assert said == [["Write down what is said. ", "<audio>"], ["hello"], ["<image>", " And this?"], ["red"]]
-    with wave.open(str(media / "a.wav")) as file:  # as soundfile's start and frames
-        assert (file.getframerate(), file.getnchannels()) == (16000, 2)
-        samples = np.frombuffer(file.readframes(8000), "<i2").reshape(-1, 2)[800:2400]
-    heard = sound_of(content.audios[0], rate=16000)
-    assert heard.length == 1600
-    assert np.abs(heard.get() - samples.mean(axis=1) / 32768).max() < 1e-6
-
-
-def test_turns_with_a_type_name_files_of_a_store() -> None:
-    class Store:
-        def get(self, name: str, sample: Any) -> str:
-            return f"{name} of the store"
-
-    said = {"from": "User", "value": "a.wav", "type": "audio", "duration": 0.1, "offset": 0.05}
-    turns = [said, {"from": "Assistant", "value": "hello", "type": "text"}]
-    cooked = cook_conversation({"__key__": "a", "json": {"conversations": turns}}, audios=Store())  # type: ignore[arg-type]
-    (heard,) = read_conversation(cooked).audios
-    assert heard == MediaWithOptions("a.wav of the store", MediaOptions(begin=0.05, end=0.05 + 0.1))
-
-
-@pytest.mark.parametrize(("begin", "end"), [(0.6, None), (0.3, 1.5)])
-def test_a_segment_beyond_its_file_is_refused(media: Path, begin: float, end: float | None) -> None:
-    sound = MediaWithOptions(AVDecoder((media / "a.wav").read_bytes()), MediaOptions(begin=begin, end=end))
-    with pytest.raises(SampleError, match=r"lies beyond its sound, which has 0\.5 s"):
-        sound_of(sound, rate=16000)
-
-
 def test_the_command_that_is_shown_trains_on_images_and_videos(tmp_path: Path, media: Path) -> None:
     kinds = [VIDEOS["LLaVA"], VIDEOS["no place"], VIDEOS["LLaVA-Video"]]
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "red"}]
@@ -620,7 +393,11 @@ REFUSED: list[tuple[Any, str]] = [
         asked({"type": "image", "image": "red.png"}, {"type": "image"}, images=["blue.png"]),
         "has images in `images` and",
     ),
-    (asked(TEXT, images=[["red.png"]]), "`images`: expected a list of files, found a list in it"),
+    (asked(TEXT, images=[["red.png"]]), "found a list in it, \"[['red.png']]\". Write one list of all files, in"),
+    (
+        talk("<video>color?", videos=[["red.png"] * 2]),
+        '". Make one file of the frames',
+    ),
     (asked(TEXT, image_path="red.png"), "`image_path` seems to name media (red.png)"),
     (asked(TEXT, picture="https://host/red.png?size=3"), "`picture` seems to name media (https://host/red.png"),
     (asked({"type": "image"}, TEXT), "the text has 1 image placeholders '<image>' but the sample has 0 images"),

@@ -78,7 +78,8 @@ class ShardRecord:
 
     `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input;
     `num_failed` of the `skipped` samples failed, the others were not wanted; `num_rejected` answers were left out
-    because others are preferred; `empty` samples have an empty answer; `checksums` are encoded, empty if not asked for.
+    because others are preferred; `empty` samples have an empty answer; `needed` says which packages would open images
+    that cannot be opened; `checksums` are encoded, empty if not asked for.
     """
 
     scan: ShardScan = field(default_factory=ShardScan)
@@ -90,13 +91,14 @@ class ShardRecord:
     num_failed: int = 0
     num_rejected: int = 0
     empty: list[str] = field(default_factory=list)
+    needed: list[str] = field(default_factory=list)
     checksums: bytes = b""
 
     def encode(self) -> bytes:
         """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
         scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
-        plain |= {name: one for name in ("num_failed", "num_rejected", "empty") if (one := getattr(self, name))}
+        plain |= {name: one for name in ("num_failed", "num_rejected", "empty", "needed") if (one := getattr(self, name))}
         plain |= {"checksums": base64.b64encode(self.checksums).decode()} if self.checksums else {}
         plain |= {"keys": scan.keys, "part_names": scan.part_names}
         plain |= {"linked": list(scan.linked)} if scan.linked else {}

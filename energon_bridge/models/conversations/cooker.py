@@ -94,6 +94,11 @@ def _media(
 
 
 def _found(kind: Medium, name: Any, sample: Mapping[str, Any], stores: Mapping[str, FileStore]) -> Any:
+    if not isinstance(name, str):
+        raise SampleError(
+            f"the {kind} of the sample is {str(name)[:200]}: expected its name (of several, one list of names), and a "
+            "segment of it beside the turns, as segment: [begin, end]"
+        )
     store = stores.get(f"{kind}s")
     if store is not None:
         return store.get(name, sample)

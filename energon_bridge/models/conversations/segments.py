@@ -6,52 +6,121 @@
     min_pixels, max_pixels, total_pixels, resized_height, resized_width                        the size of its pictures
 
 A segment has what is shown or heard from its begin on and before its end. In an entry it is that of its video, or of
-its sound if it has no video; `clips` and `segments` give one for each of several.
+its sound if it has no video; `clips` and `segments` give one for each of several. `Start Time` is `start_time`.
+
+What looks like a span of times under another name (`relevant_windows`, `ts`, a `start` and `end` inside `metadata`) is
+an error beside a video or sound, which would be learned whole; but if the texts say these times, it is their answer.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import lru_cache
+from itertools import pairwise
+from shlex import quote
+from typing import Any, Literal
 
 from energon_bridge.core.errors import SampleError
 from energon_bridge.models.conversations.places import Medium
+from energon_bridge.models.conversations.questions import texts_in
+
+_Span = tuple[float, float]
 
 _RANGES = (
     *("clip", "segment", "timestamps", "timestamp", "time_range", "span", "clip_range", "video_clip", "interval"),
     *("video_segment", "audio_segment", "moment", "clips", "segments"),
     *(_LOOSE := ("window", "time_window", "trim", "time_span", "time_interval")),  # may be something else, too
 )
-_STARTS = (
-    *("start", "video_start", "audio_start", "clip_start", "segment_start", "start_time", "t_start", "time_start"),
-    *("start_timestamp", "timestamp_start", "start_ts"),
-)
-_BEGINS = tuple(
-    f"{name}{unit}"
-    for name in (*_STARTS, "begin", "begin_time", "begin_timestamp", "from", "from_time", "onset", "offset")
-    for unit in ("", "_sec", "_secs", "_second", "_seconds", "_s", "_ms")
-    if f"{name}{unit}" != "from"  # who speaks
-)
-_OPPOSITES = (
-    *(("start", "end"), ("start", "stop"), ("start", "finish")),
-    *(("begin", "end"), ("begin", "stop"), ("begin", "finish"), ("from", "to")),
-)
-_ENDS = tuple(dict.fromkeys(name.replace(one, other) for name in _BEGINS for one, other in _OPPOSITES if one in name))
-_ONLY_BESIDE = ("stop", "finish")
+_NAMES = ("timestamp", "timestamps", "moment", "span", "segment")
+"""Ranges whose text may be a date, or the name of a part of the set."""
+_ENDS = {"start": ("end", "stop", "finish"), "begin": ("end", "stop", "finish"), "from": ("to",), "onset": ("end",)}
+_BEGINS = (*_ENDS, "offset")
+_ALL_ENDS = ("end", "stop", "finish", "to")
+_ONLY_BESIDE = ("stop", "finish", "to")
 """Ends only beside a begin: alone they are stops of a bus, and what a chair is painted with."""
-_LENGTHS = ("duration", "duration_sec", "duration_seconds", "duration_ms")
-_IN_FRAMES = ("start_frame", "end_frame", "frame_start", "frame_end", "frame_range", "video_start_frame")
+_OPPOSITES = (
+    *((one, other) for one, ends in _ENDS.items() for other in ends),
+    *(
+        ("onset", "offset"),
+        ("starting", "ending"),
+        ("beginning", "ending"),
+        ("first", "last"),
+        ("s", "e"),
+        ("st", "ed"),
+    ),
+    *(
+        ("st", "et"),
+        ("ss", "se"),
+        ("seek", "to"),
+        ("t0", "t1"),
+        ("t1", "t2"),
+        ("tmin", "tmax"),
+        ("ss", "to"),
+        ("in", "out"),
+    ),
+)
+_UNITS = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("ms", "msec", "millisecond", "milliseconds"), 1e-3),
+}
+_OF_SEGMENTS = ("clip", "segment", "seg", "timestamp", "ts", "t", "window", "span", "moment")
+_SCOPES = frozenset(("video", "audio", "sound", "time", *_OF_SEGMENTS, *_UNITS))
+_OF_SPANS = frozenset(
+    (*_SCOPES, "range", "interval", "event", "temporal", "trim", "cut", "slice", "period", "frame", "boundary", "scene")
+) - {*_UNITS}
+_OF_OTHERS = frozenset(
+    (
+        *("size", "resolution", "shape", "dim", "dimension", "bbox", "box", "rect", "point", "coord", "coordinate"),
+        *("position", "pos", "xy", "keypoint", "polygon", "id", "score", "count", "num", "fps", "rate", "width"),
+        *("height", "pixel", "ratio", "aspect", "label", "class", "page", "char", "character", "token", "word", "line"),
+        *("year", "date", "day", "month", "version", "lat", "lon", "rank", "level", "weight", "channel", "answer"),
+        *("option", "choice", "rating", "vote", "volume", "price", "temperature", "byte", "row", "column", "layer"),
+        *("prob", "logprob", "embedding", "vector", "feature", "scale", "crop", "age", "speed", "split", "name"),
+    )
+)
+"""Words of names of pairs of numbers that are no times."""
+_LATEST_SECONDS = 1e7
 _PIXELS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _FRAMES = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
-OPTIONS: Mapping[Medium, frozenset[str]] = {
-    "image": frozenset(_PIXELS),
-    "video": frozenset((*_PIXELS, *_FRAMES, *_RANGES, *_BEGINS, *_ENDS, *_LENGTHS)),
-    "audio": frozenset((*_RANGES, *_BEGINS, *_ENDS, *_LENGTHS)),
-}
-"""Keys by which a part of a message limits its medium: to a segment, a number of frames, a size."""
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _words(name: str) -> tuple[str, ...]:
+    """Return the words of a name: `startTime`, `start-time` and `Start Time` are two."""
+    return tuple(filter(None, re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())))
+
+
+@lru_cache(maxsize=4096)
+def _meaning(name: str) -> Literal["range", "begin", "end", "length", "frames"] | None:
+    """Return what a name says of a segment; None: nothing that is known."""
+    words = _words(name)
+    bounds = [word for word in words if word in _BEGINS or word in _ALL_ENDS]
+    if "_".join(words).replace("time_stamp", "timestamp") in _RANGES:
+        return "range"
+    if not {"frame", "frames"}.isdisjoint(words) and (bounds or "range" in words):
+        return "frames"
+    others = {*words} - {*bounds}
+    if words[:1] == ("duration",) or words[1:2] == ("duration",):
+        return "length" if others <= {"duration", "clip", "segment", "seg", *_UNITS} else None
+    if len(bounds) != 1 or not others <= _SCOPES or words == ("from",):  # who speaks
+        return None
+    if bounds[0] == "offset" and not others <= _UNITS.keys():
+        return None
+    return "begin" if bounds[0] in _BEGINS else "end"
+
+
+def is_option(name: str, kind: Medium) -> bool:
+    """Return whether a key of a part limits its medium: to a segment, a number of frames, a size."""
+    if kind == "image":
+        return name in _PIXELS
+    return (kind == "video" and (name in _PIXELS or name in _FRAMES)) or _meaning(name) not in (None, "frames")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +152,7 @@ class MediaOptions:
 
 def part_options(part: Mapping[str, Any], kind: Medium) -> MediaOptions | None:
     """Return the options in a part or turn for its medium; None without any. Raises SampleError."""
-    given = {name: part[name] for name in OPTIONS[kind] if part.get(name) is not None}
+    given = {name: value for name, value in part.items() if is_option(name, kind) and not _is_missing(value)}
     if not given:
         return None
     begin, end = _segment(given, is_part=True) or (0.0, None)
@@ -115,25 +184,58 @@ def entry_segments(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> tup
     kind: Medium | None = "video" if there.get("video") else "audio" if there.get("audio") else None
     if kind is None:
         return None
-    if name := next((name for name in _IN_FRAMES if entry.get(name) is not None), None):
+    given = {name: value for name, value in entry.items() if _meaning(name) is not None and not _is_missing(value)}
+    if name := next((name for name in given if _meaning(name) == "frames"), None):
         raise SampleError(f"`{name}` counts frames of the {kind}: write the seconds of its segment, as start and end")
-    count = there[kind]
-    for name in _RANGES:
-        value = entry.get(name)
-        if isinstance(value, list | tuple) and value and all(_range(one) is not None for one in value):
-            if len(value) != count:
-                raise SampleError(f"`{name}` has {len(value)} segments for {count} {kind}s: give one for each")
-            ranges = [_range(one) for one in value]
-            return kind, [MediaOptions(begin=one[0], end=one[1]) for one in ranges if one is not None]
-    found = _segment(entry, is_part=False)
-    if found is None:
-        return None
-    if count > 1:
+    segments = _listed_segments(given, kind, there[kind])
+    if not segments and (found := _segment(given, is_part=False)) is not None:
+        if there[kind] > 1:
+            raise SampleError(
+                f"the segment from {found[0]} s to {found[1]} s may be that of any of {there[kind]} {kind}s: give each "
+                "its own, as segments: [[begin, end], …]"
+            )
+        segments = [found]
+    names = [name for name in given if _meaning(name) != "length"]
+    if segments and _are_said([(begin, end or begin) for begin, end in segments], entry, names):
         raise SampleError(
-            f"the segment from {found[0]} s to {found[1]} s may be that of any of {count} {kind}s: give each its own, "
-            "as segments: [[begin, end], …]"
+            f"`{names[0]}` gives a segment of the {kind}, and the texts say its times: for the whole {kind} to be "
+            f"learned, with the times as its answer, {_without(*names)}; if not, write the texts without them"
         )
-    return kind, [MediaOptions(begin=found[0], end=found[1])]
+    used = given if segments else {}
+    for name, spans in _spans({name: value for name, value in entry.items() if name not in used or _is_nested(value)}):
+        column = name.partition(".")[0]
+        if not _are_said(spans, entry, [column]):
+            raise SampleError(
+                f"`{name}` looks like a segment of the {kind} (from {spans[0][0]:g} to {spans[0][1]:g}), and the whole "
+                f"{kind} would be learned: write the seconds beside the {kind}, as segment: [begin, end], or "
+                f"{_without(column)}"
+            )
+    return (kind, [MediaOptions(begin=begin, end=end) for begin, end in segments]) if segments else None
+
+
+def check_unseen(said: Mapping[str, Any], what: str) -> None:
+    """Raise SampleError if an object has what looks like a segment where none is read, in a turn or beside a path."""
+    if name := next((name for name, _ in _spans(said)), None):
+        raise SampleError(
+            f"{what} has `{name}`, which looks like a segment and would not be seen: write it into the part of its "
+            'video or sound, as {"type": "video", "video": PATH, "segment": [begin, end]}, or beside the turns'
+        )
+
+
+# Segments -------------------------------------------------------------------------------------------------------------
+
+
+def _listed_segments(given: Mapping[str, Any], kind: Medium, count: int) -> list[tuple[float, float | None]]:
+    """Return the segments of a list of them, one for each medium; an empty list: there is none. Raises SampleError."""
+    for name, value in given.items():
+        if _meaning(name) == "range" and isinstance(value, list | tuple):
+            ranges = [one for one in map(_range, value) if one is not None]
+            if ranges and len(ranges) == len(value):
+                if len(value) != count:
+                    found = f"`{name}` has {len(value)} segments for {count} {kind}s"
+                    raise SampleError(f"{found}: give one for each, or {_without(name)}")
+                return [*ranges]
+    return []
 
 
 def _segment(given: Mapping[str, Any], *, is_part: bool) -> tuple[float, float | None] | None:
@@ -152,26 +254,24 @@ def _segment(given: Mapping[str, Any], *, is_part: bool) -> tuple[float, float |
 def _given_ranges(given: Mapping[str, Any]) -> list[tuple[str, tuple[float, float | None]]]:
     """Return the segments that are given by one key, such as `span`, with the names of these."""
     found: list[tuple[str, tuple[float, float | None]]] = []
-    for name in _RANGES:
-        value = given.get(name)
-        is_list = isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value)
-        if value is None or value == "" or is_list:  # of a transcript
+    for name, value in given.items():
+        if _meaning(name) != "range" or _is_nested(value):  # of a transcript
             continue
         if (one := _range(value)) is None:
-            if name in _LOOSE or (
-                isinstance(value, str) and name in ("timestamp", "timestamps", "moment", "span", "segment")
-            ):
+            known = "_".join(_words(name)).replace("time_stamp", "timestamp")
+            if known in _LOOSE or (isinstance(value, str) and known in _NAMES):
                 continue  # a date, or the name of a part of the set
-            raise SampleError(f"`{name}` is {str(value)[:100]!r}: expected the seconds of a segment, [begin, end]")
+            wanted = "expected the seconds of a segment, [begin, end]; if it is something else"
+            raise SampleError(f"`{name}` is {str(value)[:100]!r}: {wanted}, {_without(name)}")
         found.append((name, one))
     return found
 
 
 def _given_ends(given: Mapping[str, Any], *, is_part: bool) -> list[tuple[str, tuple[float, float | None]]]:
     """Return the segment that is given by a begin, an end or a length, with their names; an empty list: none is."""
-    begins = [name for name in _BEGINS if given.get(name) is not None]
-    ends = [name for name in _ENDS if given.get(name) is not None and (begins or name not in _ONLY_BESIDE)]
-    lengths = [name for name in _LENGTHS if given.get(name) is not None] if begins or is_part else []
+    begins = [name for name in given if _meaning(name) == "begin"]
+    ends = [name for name in given if _meaning(name) == "end" and (begins or _words(name)[0] not in _ONLY_BESIDE)]
+    lengths = [name for name in given if _meaning(name) == "length"] if begins or is_part else []
     lengths = [] if ends else lengths
     if not (begins or ends or lengths):
         return []
@@ -181,10 +281,115 @@ def _given_ends(given: Mapping[str, Any], *, is_part: bool) -> list[tuple[str, t
     end = values[ends[0]] if ends else begin + values[lengths[0]] if lengths else None
     if len(begins) > 1 or len(ends) > 1:
         raise SampleError(f"a segment is given twice, by {', '.join((*begins, *ends))}: give begin and end once")
+    if len(names) == 1 and not is_part:
+        if begins and not begin:
+            return []
+        other = "an end" if begins else "a begin"
+        remedy = f"write both, as start and end, or {_without(names[0])}"
+        raise SampleError(f"`{names[0]}` seems to cut the file, without {other}: {remedy}")
     return [(" and ".join(names), (begin, end))]
 
 
-def _range(value: Any) -> tuple[float, float] | None:
+# What may be a segment ------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _kinds(name: str) -> frozenset[str]:
+    """Return the words of a name, each also without a plural; `id` for `qid`."""
+    words = _words(name)
+    return frozenset(
+        (*words, *(word.removesuffix("s") for word in words), *(w[-2:] for w in words if w.endswith("id")))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _opposites(name: str) -> tuple[tuple[str, ...], ...]:
+    """Return the words of the names that would give the end to a name with a begin."""
+    words = _words(name)
+    return tuple(tuple(other if word == one else word for word in words) for one, other in _OPPOSITES if one in words)
+
+
+def _spans(entry: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, list[_Span]]]:
+    """Yield what looks like spans of times, by pairs of names or by values, also inside of objects, with its name."""
+    named = {_words(name): name for name in entry if isinstance(name, str)}
+    for name in named.values():
+        if not _OF_OTHERS.isdisjoint(_kinds(name)):
+            continue
+        value = entry[name]
+        for other in _opposites(name):
+            begin, end = _time(value), _time(entry.get(named.get(other, ""), None))
+            if begin is not None and end is not None and 0 <= begin < end < _LATEST_SECONDS:
+                yield f"{before}{name}", [(begin, end)]
+        if isinstance(value, str) and value[:1] == "[":
+            with suppress(ValueError):
+                value = json.loads(value)
+        if spans := _spans_of(value, has_texts=not _OF_SPANS.isdisjoint(_kinds(name))):
+            yield f"{before}{name}", spans
+        elif before.count(".") < 3 and _is_nested(value):
+            inner = [value] if isinstance(value, Mapping) else value
+            if isinstance(value, Mapping) or not any(re.search(r"[^\W\d]", text) for text in texts_in(value)):
+                for one in inner[:3]:
+                    yield from _spans(one, f"{before}{name}.")
+
+
+def _is_nested(value: Any) -> bool:
+    """Return whether a value is an object, or a list of some."""
+    ones = value if isinstance(value, list | tuple) else [value]
+    return bool(ones) and all(isinstance(one, Mapping) for one in ones)
+
+
+def _spans_of(value: Any, *, has_texts: bool) -> list[_Span]:
+    """Return the spans in a pair of numbers, a list of pairs or, where the name is of times, a text of both."""
+    if isinstance(value, str):
+        one = _range(value) if has_texts and re.search(r"[-–,]|to", value) else None
+        return [] if one is None or (one[0] > 1900 and one[1] < 2100) else [one]
+    if not isinstance(value, list | tuple) or not value:
+        return []
+    pairs = value if all(isinstance(one, list | tuple) for one in value) else [value]
+    spans: list[_Span] = []
+    for pair in pairs:
+        times = [_time(one) if has_texts or not isinstance(one, str) else None for one in pair]
+        begin, end = times if len(times) == 2 else (None, None)
+        if begin is None or end is None or not 0 <= begin <= end < _LATEST_SECONDS or (begin == end and pair is value):
+            return []
+        spans.append((begin, end))
+    return spans
+
+
+_WRITTEN = re.compile(r"\d+(?::\d\d){1,2}(?:[.,]\d+)?|\d+(?:\.\d+)?")
+
+
+def _are_said(spans: list[_Span], entry: Mapping[str, Any], names: list[str]) -> bool:
+    """Return whether all spans stand in the texts of an entry, those of `names` apart; names of files are no texts."""
+    texts = texts_in({name: value for name, value in entry.items() if name not in names})
+    texts = [text for text in texts if len(text.split()) > 2 or _range(text) is not None]
+    written = [[(one.start(), one.end(), one[0]) for one in _WRITTEN.finditer(text)] for text in texts]
+    beside = [(one, other) for of in written for one, other in pairwise(of) if other[0] - one[1] < 30]
+    return all(
+        any(_is_time(one[2], span[0]) and _is_time(other[2], span[1]) for one, other in beside) for span in spans
+    )
+
+
+def _is_time(text: str, seconds: float) -> bool:
+    written = _time(text)
+    return written is not None and abs(written - seconds) < (1 if ":" in text else 0.06)
+
+
+def _without(*names: str) -> str:
+    return f"leave out {' and '.join(names)} (energon convert with --ignore {' --ignore '.join(map(quote, names))})"
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value says nothing of a segment: null, an empty text, a date or seconds since 1970."""
+    if isinstance(value, str):
+        return not value.strip() or bool(re.match(r"\d{4}-\d{1,2}-\d{1,2}", value))
+    return value is None or value != value or (isinstance(value, int | float) and value > 1e8)
+
+
+def _range(value: Any) -> _Span | None:
     if isinstance(value, str):
         value = re.split(r"\s*(?:-|–|,|to)\s*", value.strip("[]() "))
     if not isinstance(value, list | tuple) or len(value) != 2:
@@ -197,7 +402,7 @@ def _seconds(name: str, value: Any) -> float:
     time = _time(value)
     if time is None:
         raise SampleError(f"`{name}` is {str(value)[:100]!r}: expected seconds, or hours:minutes:seconds")
-    return time / 1000 if name.endswith("_ms") else time
+    return time * next((_UNITS[word] for word in _words(name) if word in _UNITS), 1.0)
 
 
 def _time(value: Any) -> float | None:

@@ -42,7 +42,7 @@ from energon_bridge.models.conversations.questions import (
     texts_of,
     unknown_texts,
 )
-from energon_bridge.models.conversations.segments import OPTIONS
+from energon_bridge.models.conversations.segments import check_unseen, is_option, part_options
 
 MEDIA: tuple[Medium, ...] = ("image", "video", "audio")
 RawTurn = Mapping[str, Any]
@@ -111,6 +111,8 @@ _HINTS = ("type", "index", "detail", "format", "media_type", "mime_type", "cache
 _OBJECTS = ("<ref-object>", "<bbox>")  # of ms-swift
 _INLINE = re.compile(r"<(?:img|image|video|audio)>([^<>]+)</(?:img|image|video|audio)>")  # of Qwen-VL, Qwen-Audio
 _PLACES = re.compile(r"<(image|video|audio)>")
+_OWN_KEYS = frozenset({"role", "from", "content", "value"})
+_CUT: tuple[Medium, ...] = ("video", "audio")
 _SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "mka", "oga", "ogg", "opus", "wav", "wma")
 _SHOWN = 200
 MAPPING = (dict, Mapping)  # in this order: an abstract class takes long to say what is one
@@ -297,10 +299,11 @@ def typed_turns(turns: Sequence[Any]) -> Sequence[Any]:
         if kind is None and not isinstance(content, str):
             made.append(turn)
             continue
-        kept = _without(turn, "type", "value", "content", *(OPTIONS[kind] if kind in MEDIA else ()))
+        options = {name: one for name, one in turn.items() if kind in MEDIA and is_option(name, kind)}
+        kept = _without(turn, "type", "value", "content", *options)
         part: dict[str, Any] = {"type": "text", "text": content}
         if kind in MEDIA:
-            part = {"type": kind, kind: content, **{name: turn[name] for name in OPTIONS[kind] if name in turn}}
+            part = {"type": kind, kind: content, **options}
         last = made[-1] if made else {}
         if isinstance(last.get("content"), list) and _without(last, "content") == kept:
             if part["type"] == "text":
@@ -624,7 +627,7 @@ def part_payload(part: Mapping[str, Any], kind: Medium) -> Any:
     names = (f"{kind}_url", kind, f"input_{kind}", *_PAYLOADS)
     given = {name: value for name, value in part.items() if value is not None and not (name == "text" and not value)}
     payloads = [name for name in names if name in given]
-    other = [name for name in given if name not in (*names, *_HINTS) and name not in OPTIONS[kind]]
+    other = [name for name in given if name not in (*names, *_HINTS) and not is_option(name, kind)]
     if len(payloads) > 1 or other:
         raise SampleError(
             f"a part of a message is not understood, for its {', '.join(other or payloads)}: {_short(part)}. Write it "
@@ -735,12 +738,19 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
                         "there, and its path in `images`"
                     )
                 continue
+            assert kind != "text"
+            payload = part_payload(part, kind)
+            if isinstance(payload, MAPPING):
+                check_unseen(payload, f"the {kind} of a part")
+            part_options(part, kind)
             if part.get("index") not in (None, counts[kind]):
                 raise SampleError(
                     f"a part has the index {part['index']!r} and is {kind} {counts[kind]} of the conversation: list "
                     f"the {kind}s in the order of their places"
                 )
             counts[kind] += 1
+        if role != "assistant" and not turn.keys() <= _OWN_KEYS and any(_counted([turn])[0][one] for one in _CUT):
+            check_unseen(_without(turn, *_OWN_KEYS), f"the turn of {role!r}")
     if not any(learned):
         said = any(ROLES[str(_role_name(turn))] == "assistant" for turn in turns)
         flagged = ": keys of its turns (weight, loss, train, …) leave out what would be learned" if said else ""

@@ -25,6 +25,7 @@ import io
 import logging
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -54,6 +55,9 @@ from energon_bridge.core.registry import load
 from energon_bridge.core.samples import streaming
 from energon_bridge.core.samples.stacking import UNALIGNED, Slab
 from energon_bridge.models.images.jpeg import ON_ITS_SIDE, ORIENTATION, can_scale, jpeg_orientation, plain_jpeg
+
+# An image over the limit is an error that names it; Pillow's warning, of the same limit, names nothing.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +231,8 @@ def _refusal(
     part: str, data: bytes | bytearray | memoryview, error: Exception, what: str = "cannot be decoded as an image"
 ) -> DecodeError:
     reason = str(error) or type(error).__name__
+    if isinstance(error, Image.DecompressionBombError):
+        reason = f"{reason} Scale it down with another program, or raise Pillow's limit, PIL.Image.MAX_IMAGE_PIXELS"
     if isinstance(error, UnidentifiedImageError):
         reason = f"the content is none of {', '.join(_formats_for(data, part))}"
     kind = MissingCodecError if isinstance(error, MissingCodecError) else DecodeError
@@ -423,7 +429,8 @@ def _formats_for(data: bytes | bytearray | memoryview, part: str) -> list[str]:
 def check_size(size: tuple[int, int], form: ImageForm) -> None:
     if size[0] * size[1] > form.max_pixels:
         raise ValueError(
-            f"it has {size[0]} x {size[1]} pixels, more than the limit of {form.max_pixels:,}; raise it with "
+            f"it has {size[0]} x {size[1]} pixels, more than the limit of {form.max_pixels:,}; scale it down (energon "
+            f"convert with --max-pixels {form.max_pixels}), or give the task encoder another limit: encoder.decoder = "
             "SampleDecoder(max_pixels=...)"
         )
 

@@ -20,12 +20,12 @@ import numpy as np
 
 from energon_bridge.core.errors import (
     CorruptShardError,
-    DecodeError,
     EmptyDatasetError,
     EnergonError,
     FieldAccessError,
     MetadataError,
     SampleError,
+    SkipSample,
     UnknownSplitError,
     did_you_mean,
 )
@@ -50,7 +50,8 @@ from energon_bridge.core.format.tar_index import find_pieces
 from energon_bridge.core.samples import CrudeSample
 from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
-from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
+from energon_bridge.models.conversations.turns import MEDIA, has_empty_answer, is_blank
+from energon_bridge.tools.convert.conversations import is_conversation
 
 _READ_AHEAD = 8 << 20
 _ROWS_AT_ONCE = 64
@@ -263,22 +264,28 @@ def lint_encoded(
 
 
 def lint_dataset(
-    dataset: PreparedDataset, *, num_workers: Workers = 1, task: Task | None = None, deep: bool = False
+    dataset: PreparedDataset,
+    *,
+    num_workers: Workers = 1,
+    task: Task | None = None,
+    deep: bool = False,
+    conversations: bool = True,
 ) -> Iterator[ShardReport]:
     """Check every shard of a split part, or those of a task; yields one report per shard, in their order.
 
-    Excluded samples are left out. With `deep` all parts are compared with their checksums, too.
+    Excluded samples are left out. With `deep` all parts are compared with their checksums, too. Without `conversations`
+    those of crude samples are not cooked, as for a task encoder that has cookers of its own.
     """
-    check = partial(_check_shard, dataset, decode_whole, deep)
+    check = partial(_check_shard, dataset, decode_whole, deep, conversations)
     shards = range(len(dataset.shard_names))
     with closing(map_shards(check, shards if task is None else task.of(shards), num_workers=num_workers)) as reports:
         yield from reports
 
 
 def _check_shard(
-    dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], deep: bool, shard: int
+    dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], deep: bool, conversations: bool, shard: int
 ) -> ShardReport:
-    check = _ShardCheck(dataset, decode, shard)
+    check = _ShardCheck(dataset, decode, shard, conversations)
     try:
         checksums = check.checksums() if deep else None
         if isinstance(dataset, ForeignDataset):
@@ -295,8 +302,11 @@ def _check_shard(
 class _ShardCheck:
     """What is found in one shard: problems, and the keys of samples that may surprise; see `ShardReport`."""
 
-    def __init__(self, dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], shard: int) -> None:
+    def __init__(
+        self, dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], shard: int, conversations: bool
+    ) -> None:
         self._dataset = dataset
+        self._cook = check_conversation if conversations else _leave
         self._decode = decode
         self._shard = shard
         self._name = dataset.shard_names[shard]
@@ -338,7 +348,7 @@ class _ShardCheck:
                 self.report(row, key=f"{number:09d}")  # as rows that can be read are called
                 continue
             report = partial(self.report, key=row.key)
-            is_blank = _check_row(dataset, self._decode, row, report, self._raw)
+            is_blank = _check_row(dataset, self._decode, self._cook, row, report, self._raw)
             self._note(row.key, row.parts, is_blank)
 
     def check_lines(self) -> None:
@@ -349,7 +359,8 @@ class _ShardCheck:
                 entry = parse_line(data)
                 if isinstance(entry, dict) and _says_nothing(entry):
                     self._blank.append(str(index))
-            except DecodeError as error:
+                self._cook({"__key__": str(index), PART: entry})
+            except EnergonError as error:
                 self.report(error, key=str(index), part=PART)
 
     def check_samples(self, checksums: ShardChecksums | None) -> None:
@@ -376,7 +387,8 @@ class _ShardCheck:
             for difference in checksums.differences(index, key, parts, complete=True) if checksums else ():
                 self.report(CorruptShardError(difference), key=key)
             report = partial(self.report, key=key)
-            self._note(key, parts, _check_sample(dataset, self._decode, index, key, parts, report, self._raw))
+            is_blank = _check_sample(dataset, self._decode, self._cook, index, key, parts, report, self._raw)
+            self._note(key, parts, is_blank)
         for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(self._name)):
             self.report(rest, key=keys[number])
         if len(keys) == self._num_checked:
@@ -434,6 +446,49 @@ def decode_whole(part: str, data: memoryview) -> Any:
     return value
 
 
+class _AnyStore:
+    """Stands for the auxiliary store of a mix: it has all files, and their contents are not known."""
+
+    def get(self, name: str, sample: Mapping[str, Any]) -> Any:
+        return sample.get(name, self)
+
+
+def check_conversation(sample: Mapping[str, Any]) -> None:
+    """Cook a crude sample that is a conversation as training does, and open segments of its videos and sounds.
+
+    Raises:
+        SampleError, DecodeError: Training skips it for that.
+    """
+    content = sample.get("json")
+    if not isinstance(content, Mapping) or not is_conversation(content):
+        return
+    from energon_bridge.models.conversations.conversation import MediaWithOptions, read_conversation  # import torch
+    from energon_bridge.models.conversations.cooker import cook_conversation
+    from energon_bridge.models.families.sound import sound_of
+    from energon_bridge.models.families.video import video_of
+
+    stores: Any = {f"{kind}s": _AnyStore() for kind in MEDIA}
+    try:
+        said = read_conversation(cook_conversation(sample, **stores))
+    except SkipSample:  # as it is meant
+        return
+    if find_spec("av") is None:
+        return
+
+    def cut(media: Iterable[Any]) -> list[MediaWithOptions]:
+        given = [one for one in media if isinstance(one, MediaWithOptions)]
+        return [one for one in given if not isinstance(one.value, _AnyStore)]
+
+    for video in cut(said.videos):
+        video_of(video, fps=1, least=1, most=1)
+    for sound in cut(said.audios):
+        sound_of(sound, rate=16_000)
+
+
+def _leave(sample: Mapping[str, Any]) -> None:
+    """Leave a crude sample to the cookers of a task encoder."""
+
+
 def _is_unopened(parts: Iterable[str]) -> bool:
     return find_spec("av") is None and any(name.rpartition(".")[2].lower() in AV_EXTENSIONS for name in parts)
 
@@ -447,6 +502,7 @@ def _is_turned(parts: Mapping[str, Any]) -> bool:
 def _check_row(
     dataset: ForeignDataset,
     decode: Callable[[str, memoryview], Any],
+    cook: Callable[[Mapping[str, Any]], None],
     row: ForeignRow,
     report: Callable[..., None],
     raw: list[str],
@@ -459,7 +515,14 @@ def _check_row(
         except (EnergonError, ImportError) as error:
             report(error, part=part)
     fields = decoded
-    if decoded.keys() == row.parts.keys() and not dataset.is_crude:
+    if decoded.keys() != row.parts.keys():
+        return _has_blank(fields)
+    if dataset.is_crude:
+        try:
+            cook({"__key__": row.key, **decoded})
+        except EnergonError as error:
+            report(error)
+    else:
         try:
             fields = field_map_of(tuple(row.fields.items()))(decoded)
             dataset.sample_type(__key__=row.key, **fields)
@@ -515,6 +578,7 @@ def read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, me
 def _check_sample(
     dataset: PreparedDataset,
     decode: Callable[[str, memoryview], Any],
+    cook: Callable[[Mapping[str, Any]], None],
     index: int,
     key: str,
     parts: dict[str, memoryview],
@@ -537,7 +601,9 @@ def _check_sample(
         return False
     fields = decoded
     try:
-        _, fields = made_sample(dataset, index, key, decoded)
+        sample, fields = made_sample(dataset, index, key, decoded)
+        if isinstance(sample, CrudeSample):
+            cook(sample)
         raw += [key] * _has_raw(dataset.sample_type, fields)
     except FieldAccessError as error:
         report(dataset.missing_field(decoded, parts) or error)

@@ -127,7 +127,9 @@ def command(
     checked = 0
     for dataset in datasets:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
-            checked += _check(dataset, problems, advance, workers=workers, share=share, deep=deep)
+            checked += _check(
+                dataset, problems, advance, workers=workers, share=share, deep=deep, cooks=encoder is None
+            )
     if encoder is not None:
         splits = _splits(path, datasets, parts)
         _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)
@@ -178,12 +180,14 @@ def _check(
     workers: Workers,
     share: Task | None,
     deep: bool,
+    cooks: bool,
 ) -> int:
     """Check the shards of a split part, or those of a task; return the number of samples."""
     checked = 0
     found: dict[str, list[str]] = {name: [] for name in _SURPRISES}
     count = len(dataset.shard_names if share is None else share.of(dataset.shard_names))
-    for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
+    reports = lint_dataset(dataset, num_workers=workers, task=share, deep=deep, conversations=cooks)
+    for number, report in enumerate(reports, start=1):
         checked += report.num_checked
         for name, keys in found.items():
             keys += [f"{report.shard}/{key}" for key in getattr(report, name)]

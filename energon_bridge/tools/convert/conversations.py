@@ -15,7 +15,7 @@ from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, is_base64, kind_by_head, kind_by_name
 from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import chosen, filled, first_answer, is_unanswered, options_of
-from energon_bridge.models.conversations.segments import OPTIONS, entry_segments, part_options
+from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     Medium,
@@ -142,15 +142,17 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
     if isinstance(value, list | tuple):
         files = [as_files(item, media, column) for item in value]
         if any(isinstance(item, tuple) for item in files):
+            remedy = "Write one list of all files, in the order of their places."
+            if _MEDIA_KEYS.get(column) == "videos":
+                remedy = "Make one file of the frames of a video."
             raise SourceError(
-                f"`{column}`: expected a list of files, found a list in it, {str(value)[:60]!r}. Make one file of the "
-                "frames of a video."
+                f"`{column}`: expected a list of files, found a list in it, {str(value)[:60]!r}. {remedy}"
             )
         return tuple(item for item in files if not isinstance(item, tuple))
     if isinstance(listed := _listed(value), list) and listed is not value:
         return as_files(listed, media, column)
     if isinstance(value, Mapping):
-        if said := [name for name in value if name in OPTIONS["video"] and value[name] is not None]:
+        if said := [name for name in value if is_option(name, "video") and value[name] is not None]:
             raise SourceError(f"`{column}`: {', '.join(said)} of a file would be lost: write it beside `{column}`.")
         data = value.get("bytes")
         path = value.get("path")
@@ -309,7 +311,8 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
     if payload is not None:
         take(f"{kind}s", _content(payload), "messages")
     part_options(piece, kind)  # says what cannot be honoured
-    kept = {name: piece[name] for name in ("index", *sorted(OPTIONS[kind])) if piece.get(name) is not None}
+    options = sorted(name for name in piece if is_option(name, kind))
+    kept = {name: piece[name] for name in ("index", *options) if piece.get(name) is not None}
     return {"type": kind, **kept}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from energon_bridge.core.format.media import kind_by_name, missing_package
+from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.core.format.tar_index import index_name
 from energon_bridge.core.prepare.indexing import ShardRecord
@@ -116,7 +116,7 @@ def finish_dataset(
         num_reused=reused,
         num_unread=unread.total(),
         num_unread_images=sum(count for name, count in unread.items() if kind_by_name(f".{name}") == "image"),
-        needed=tuple(sorted({one for name in unread if (one := missing_package(b"", name)) is not None})),
+        needed=tuple(sorted({one for record in shards.values() for one in record.needed})),
         num_rejected=sum(record.num_rejected for record in shards.values()),
         empty=tuple(sorted((place for record in shards.values() for place in record.empty), key=by_number)),
     )

@@ -36,7 +36,7 @@ from energon_bridge.models.conversations.questions import (
     template_columns,
     unknown_texts,
 )
-from energon_bridge.models.conversations.segments import OPTIONS
+from energon_bridge.models.conversations.segments import is_option
 from energon_bridge.models.conversations.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
@@ -650,7 +650,7 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
                 *KNOWN_BESIDE,
                 *row.files,
                 *(pair or ()),
-                *(OPTIONS["video"] if row.files else ()),
+                *(name for name in row.values if row.files and is_option(name, "video")),
             )
             if pair is None and not has_turns:
                 taken = (*taken, *CONTEXTS, *CHOICES)

@@ -31,7 +31,7 @@ from typing import ClassVar, Literal
 from energon_bridge.core.errors import ConfigurationError, DecodeError, SourceError, StorageError
 from energon_bridge.core.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.core.format.key_index import KeyIndexWriter
-from energon_bridge.core.format.media import HEAD_BYTES
+from energon_bridge.core.format.media import HEAD_BYTES, missing_package
 from energon_bridge.core.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -180,6 +180,8 @@ class ShardFile:
                 self.record.media.append((name, *metadata_row(read_media(kind, data))))
         except (DecodeError, ConfigurationError) as error:  # the second: PyAV is not installed
             _logger.info("%s: no media metadata: %s", name, error)
+            if (needed := missing_package(data[:HEAD_BYTES], name)) and needed not in self.record.needed:
+                self.record.needed.append(needed)
 
 
 def _unlinked(start: int, size: int) -> bytes:

@@ -7,11 +7,13 @@ import struct
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked import run_afresh
 from hypothesis import given, settings, strategies as st
 from PIL import Image, ImageFile, ImageOps, features
 from webdataset.autodecode import imagehandler
@@ -31,6 +33,9 @@ from energon_bridge.models.images.images import (
     is_turned,
 )
 from energon_bridge.models.images.jpeg import jpeg_orientation
+from energon_bridge.tools.convert.options import ConvertOptions
+from energon_bridge.tools.convert.rows import Layout
+from energon_bridge.tools.convert.scaling import reencoded
 
 FORMS = "l8 rgb8 rgba8 l rgb rgba torchl8 torchrgb8 torchrgba8 torch torchl torchrgb torchrgba pil pill pilrgb pilrgba"
 
@@ -451,3 +456,31 @@ def test_targets_are_met_by_rows_too():
 def test_other_forms_are_not_decoded_into_rows(form):
     data = encoded(picture(24, 16))
     assert not SampleDecoder(image_decode=form).decode_into(Slab(SlabPool(), 1), [(0, {"jpg": data})])
+
+
+@pytest.mark.parametrize(
+    ("side", "remedy"), [(9600, "energon convert with --max-pixels 89478485"), (13500, "Scale it")]
+)
+def test_an_image_over_the_limit_is_named_and_pillow_warns_of_none(side: int, remedy: str, tmp_path: Path) -> None:
+    encoded_image = encoded(Image.new("1", (side, side)), "PNG")
+    (tmp_path / "scan.png").write_bytes(encoded_image)
+    done = run_afresh(
+        "from energon_bridge import SampleDecoder\n"
+        "try: SampleDecoder().decode('scan.png', open('scan.png', 'rb').read())\n"
+        "except Exception as error: print(error)\n",
+        tmp_path,
+        "PIL",
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"part 'scan.png' ({len(encoded_image)} bytes) cannot be decoded as an image: ")
+    assert remedy in done.stdout
+
+
+def test_the_limit_of_pixels_is_the_decoders_and_scaling_keeps_to_it() -> None:
+    data = encoded(Image.new("1", (9600, 9600)), "PNG")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        image = SampleDecoder(image_decode="pil", max_pixels=100_000_000).decode("png", data)
+        assert image.size == (9600, 9600)
+        scaled = reencoded("png", data, ConvertOptions(layout=Layout(sample_type="ImageSample"), max_pixels=89_478_485))
+    assert SampleDecoder(image_decode="pil").decode("png", scaled).size == (9459, 9459)

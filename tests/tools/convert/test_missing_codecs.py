@@ -65,6 +65,23 @@ def test_damaged_files_of_these_names_need_no_package() -> None:
     assert type(refused.value) is DecodeError
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_convert_names_the_package_of_images_with_another_extension(tmp_path: Path, parallel: int) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number, data in enumerate((jpeg(), HEIC, JXL_BOX, jpeg()[:40])):
+        (folder / f"{number}.jpg").write_bytes(data)
+    options = ("--split-ratio", "1,0,0", "--samples-per-shard", 2, "--parallel", parallel)
+    told = output_of("convert", folder, tmp_path / "out", *options)
+    assert "3 images cannot be opened" in told
+    assert [line.split(". ")[1].split(",")[0] for line in told.splitlines() if "Some may need a package" in line] == [
+        f"HEIC needs pillow-heif: {HEIC_EXTRA}",
+        "JPEG XL needs pillow-jxl-plugin: pip install pillow-jxl-plugin",
+    ]
+    again = output_of("convert", folder, tmp_path / "out", *options, "--overwrite")  # takes the shards over
+    assert HEIC_EXTRA in again
+
+
 def test_only_the_samples_themselves_are_left_out(tmp_path: Path) -> None:
     """A folder with 8 % HEIC, half of them called JPEG: microbatches keep their other rows."""
     folder = tmp_path / "photos"
