@@ -23,20 +23,20 @@ from energon_bridge.core.errors import StorageError
 _log = logging.getLogger(__name__)
 
 _LEASED_SHARE = 40
-"""The fraction of what may be kept that all processes together add without looking what the others keep; twice as much
-is set aside for it, because processes come."""
+"""All processes together may add one part in so many of the limits between two looks. Twice that is set aside, since
+further processes may start meanwhile."""
 _LEASED_COUNT = 64
-"""Values are leased by this number, and bytes by blocks; where a lease is less, every addition looks."""
+"""Leases are multiples of this number of values, and of a block of bytes; with smaller limits there are none."""
 _LOOKS = 20
-"""A process that found no room looks again after this many times the time that the look took, for each process."""
+"""A process that found no room looks again after so many times the time that its look took, times the processes."""
 
 
 class KeptValues:
     """The values that this process keeps in a cache until it drops them, in a folder that goes with the process.
 
-    Whoever adds one looks what all processes keep, under the lock of the cache. Where much may be kept, a process adds
-    some without a look; room is set aside for these. `drop` and `close` take no lock: the garbage collector may call
-    them anywhere.
+    A *look* counts what all processes keep, under the lock of the cache; its result stays until the next one. Adding a
+    value takes a look. Where the limits are large, a process may add a few values between two looks (a *lease*), and
+    room for these is set aside. `drop` and `close` take no lock: the garbage collector may call them anywhere.
 
     Args:
         cache: Where they are kept.
@@ -69,15 +69,15 @@ class KeptValues:
         self._descriptors = [descriptor]
 
     def may_fit(self, more: int = 0) -> bool:
-        """Whether another value may fit, beside some more: by the last look, or because it is time for the next."""
+        """Whether there may be room for a value beside `more` others: by the last look, or since a new one is due."""
         return self._fits(1, 1 + more) or time.monotonic() >= self._due
 
     def has_room(self, count: int) -> bool:
-        """Whether so many more values may fit, by the last look."""
+        """Whether there was room for so many values by the last look."""
         return self._fits(1, count)
 
     def fits(self) -> bool:
-        """Whether another value may fit, after a look if it is time for one."""
+        """Whether there is room for a value by the last look; if there was none and a new one is due, by that."""
         with self._putting, contextlib.suppress(OSError):
             if not self._fits(1) and time.monotonic() >= self._due:
                 with self._looking(1):
@@ -135,7 +135,7 @@ class KeptValues:
 
     @contextlib.contextmanager
     def _looking(self, size: int) -> Iterator[None]:
-        """Make room for some bytes, count what all processes keep, and let none of them add to it in the block."""
+        """Take a look, after making room for some bytes; no other process adds a value in the block."""
         began, (max_bytes, max_count) = time.monotonic(), self._limits
         left = self._cache.make_room(size)
         with alone(self._cache.folder):
@@ -143,11 +143,13 @@ class KeptValues:
             own = _sum(self._added, self._dropped, -1)
             self._seen = self._added
             self._others = _sum((kept_bytes, kept_count), own, -1)
+            # All leases together are 1/40 of the limits; each process has its part of that, in whole units.
             share = _LEASED_SHARE * max(1, processes)
             leased = min(max_bytes, left) // share // BLOCK * BLOCK, max_count // share // _LEASED_COUNT * _LEASED_COUNT
             self._leased = leased if min(leased) > 0 else (0, 0)
             self._most = _sum(self._limits, self._leased, -2 * processes) if left >= size else (-1, 0)
             now = time.monotonic()
+            # So that at most a twentieth of the time goes into looks, however many processes take turns at them.
             self._due = now + (now - began) * _LOOKS * processes
             yield
 

@@ -97,7 +97,10 @@ class NodeCache:
         self._first: set[RemoteBlock] = set()
 
     def versions(self, urls: Sequence[str], ask: Callable[[list[int]], list[Version]]) -> list[Version]:
-        """Return the versions at some URLs; `ask` requests those of the given numbers."""
+        """Return the versions of the objects at some URLs: those seen within the last minute, by any process.
+
+        The others are requested by `ask`, which is given their places in `urls`.
+        """
         now = time.monotonic()
         known: dict[int, Version] = {}
         for number, url in enumerate(urls):
@@ -129,8 +132,8 @@ class NodeCache:
         """Return blocks; `fetch` gets those that are not in the cache.
 
         Args:
-            wanted: The blocks in the order to fetch them, with the spans needed of each. The other bytes of a block
-                from the disk are undefined.
+            wanted: The blocks in the order to fetch them, with the bytes needed of each. Only these are read from
+                disk: the other bytes of a block that comes from there are undefined.
             fetch: Returns complete blocks.
         """
         blocks: dict[RemoteBlock, memoryview] = {}
@@ -189,7 +192,13 @@ class NodeCache:
     def _each(
         self, left: list[_T], name: Callable[[_T], str], load: Callable[[_T], bool], make: Callable[[list[_T]], None]
     ) -> None:
-        """Load each thing, make it, or wait for the process that makes it."""
+        """Get each thing of `left`: from disk, by making it under a claim, or by waiting for the process that makes it.
+
+        Args:
+            name: Returns the name of the file.
+            load: Whether it is on disk; takes it from there.
+            make: Makes some that this process has claimed.
+        """
         pause = _POLL
         while left:
             mine: list[_T] = []

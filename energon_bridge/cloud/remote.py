@@ -346,7 +346,7 @@ class RemoteStore(Rooted):
     # Errors ----------------------------------------------------------------------------------------------------------
 
     def _raise(self, rel: str, offsets: Sequence[int], lengths: Sequence[int], error: Exception) -> NoReturn:
-        """Raise the error for the first range that it concerns."""
+        """Raise an error that names the first range that it is about."""
         ranges = list(zip(offsets, lengths, strict=True))
         if isinstance(error, TooShort):
             short = [one for one in ranges if sum(one) > error.total]
@@ -463,7 +463,7 @@ def _total(body: Body) -> int:
 
 
 class _Buckets:
-    """The buckets of this process that something refers to, by protocol, name and settings."""
+    """The buckets in use in this process, by protocol, name and settings; one that nothing refers to is forgotten."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -22,7 +22,7 @@ import torch
 
 from energon_bridge.core.errors import MissingRankError, StateError, StateFormatError, StepMismatchError
 from energon_bridge.core.loader.document import State, read_lanes
-from energon_bridge.core.loader.summary import read_states
+from energon_bridge.core.loader.state_files import read_states
 
 T = TypeVar("T")
 

@@ -99,8 +99,9 @@ def _check_call(encoder: Any, hook: str, arguments: tuple[str, ...]) -> None:
 def _check_names(encoder: Any, own: Sequence[type], written: set[str]) -> None:
     """Raise for names that look like misspelt hooks, `decoder` or `cookers`.
 
-    What counts is whether the class that has the name, or one derived from it, overrides what is meant: a hook of its
-    base class would be called instead. A name that a base class has too is judged there.
+    A class may have such a name if it, or a class derived from it, overrides what is meant, too: then nothing is
+    missing. Otherwise the hook of its base class would be called instead. A name that a base class has, too, is judged
+    at that class.
     """
     lineage = type(encoder).__mro__
     instance = getattr(encoder, "__dict__", {})

@@ -156,7 +156,7 @@ class SampleDecoder:
 
     @property
     def _form(self) -> Any:
-        """The form of images; None: they stay bytes."""
+        """The form to which images are decoded; None: they stay bytes."""
         if self._known_form is None and self.image_decode is not None:
             object.__setattr__(self, "_known_form", self._make_form())
         return self._known_form

@@ -44,9 +44,10 @@ class Hook(Enum):
         title: Its name in messages and reports; of a task encoder's hook, the name of the method.
         key: First word of the key of its random numbers; 0: it has none of its own.
         arguments: What the method of a task encoder is given; none: it is no such method.
-        loses: What is left out if it fails: one, and several.
+        loses: What is left out if it fails, in words for messages: one of them, and several.
         is_single: Whether it runs on one sample, which the watchdog names.
-        about_bytes: Whether only the data can be wrong; damage often hits neighbouring samples.
+        about_bytes: Whether it only reads or unpacks data: its failures are no mistakes of the program, and come in a
+            row, since damage hits neighbouring samples.
         code: Its number in the words of an activity.
     """
 
@@ -196,7 +197,7 @@ def count_over_long(what: str, number: int = 1) -> None:
 
 
 def current_buffer_is_last() -> bool:
-    """Whether what `select_samples_to_pack` leaves over misses its epoch: a pass ends, or an epoch of an endless run.
+    """Whether this is the last selection of an epoch, or of a pass: no sample of it will join what it leaves over.
 
     In a pass, the selection is called again with what it has left over alone; samples never selected are skipped. In an
     endless run of one dataset they wait for the next epoch; in a mix it is False.

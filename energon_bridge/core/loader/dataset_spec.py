@@ -1,4 +1,4 @@
-"""The dataset that users hold: the data of a run, with the ranks that it is for. Nothing is open."""
+"""The dataset that users hold: the data of a run, with the ranks that it is for. It has no open files or threads."""
 
 from __future__ import annotations
 

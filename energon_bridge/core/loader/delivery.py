@@ -85,7 +85,7 @@ class Delivery:
         weakref.finalize(self, _name_losses, spec, self.position, os.getpid())
 
     def begin(self, *, persistent: bool) -> None:
-        """Begin to iterate: a pass that is over, or validation, from its beginning.
+        """Begin to iterate. A pass that is over begins again, and so does any pass of validation; others go on.
 
         Args:
             persistent: Workers go on with the next pass.
@@ -249,7 +249,7 @@ class Delivery:
         return batch
 
     def _due(self) -> Iterator[tuple[int, int]]:
-        """Give the units of this rank from the delivered position on, each with the number of its worker."""
+        """Give the units (see `position.py`) that this rank delivers next, each with the number of its worker."""
         return self.position.units(self._began)
 
     def _opened(self) -> Iterator[LaneBatch]:

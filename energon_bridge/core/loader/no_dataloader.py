@@ -1,4 +1,4 @@
-"""Datasets and loaders are not for torch's DataLoader: what says so when one is made around them."""
+"""Refuses torch's DataLoader around our datasets and loaders, with an error that says what to do instead."""
 
 from __future__ import annotations
 

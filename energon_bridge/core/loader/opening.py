@@ -73,7 +73,7 @@ def open_pipeline(
 
 
 def _shortest_epoch(data: RunData) -> tuple[int, str]:
-    """Return the draws of all lanes in an epoch of the dataset that comes round first, and its path."""
+    """Return the draws (of all lanes and datasets) until the first dataset has been gone through, and its path."""
     epochs = []
     if not data.ends and data.buckets is None:  # buckets have no groups, which ask for it, and weights of their own
         epochs = [(int(draws), leaf.dataset.path) for draws, leaf in epochs_by_leaf(data)]

@@ -1,4 +1,7 @@
-"""What a run loads: leaves and settings, checked, and what follows from these alone. Nothing is open."""
+"""What a run loads: the leaves of its mix and its settings, checked, and all that follows from these alone.
+
+It is a description: it holds no open file and no thread, and is the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,10 @@ class RunData:
 
     @property
     def block(self) -> int:
-        """Draws in which the lanes take turns on a leaf, if no state says otherwise (`LeafOrder.block`)."""
+        """How many draws of a leaf a lane makes before it is the next lane's turn, unless a state says otherwise.
+
+        A microbatch where there is one leaf; 0 in a mix, where the lanes take single draws in turn (`LeafOrder.block`).
+        """
         return self.rows if self.mode == "single" else 0
 
     @property
@@ -124,7 +130,10 @@ class RunData:
         return self.ends and (self.settings.packing_buffer_size is not None or self.grouped)
 
     def end(self, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
-        """Return the microbatch at which a pass of so many rows (grouped: batches) ends, after `ceil(end/R)` steps."""
+        """Return the microbatches of a pass of so many rows, all ranks together, up to the limit of steps.
+
+        `num_batches` are those of a grouped pass, whose batches differ in size. Each rank makes `ceil(end/R)` steps.
+        """
         end = num_microbatches(num_rows, self.rows, drop_last=self.settings.batch_drop_last)
         end = end if num_batches is None else num_batches
         return end if self.settings.limit is None else min(end, self.settings.limit * world_size)
@@ -204,7 +213,10 @@ def _check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
 
 
 def epochs_by_leaf(data: RunData) -> list[tuple[Fraction, OpenLeaf]]:
-    """Return the draws of all lanes in an epoch of each dataset that has a weight at the start of an endless run."""
+    """Return how many draws an endless run makes, at its first weights, until it has gone once through each dataset.
+
+    Draws are those of all lanes and datasets together; each comes with its leaf. Datasets of weight 0 are left out.
+    """
     shares = [Fraction(leaf.num_samples) for leaf in data.ordered]
     if data.mode == "weights":
         shares = [Fraction(weight) for weight in data.weights.at(0)]

@@ -65,7 +65,7 @@ class RunPlan:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The leaves, in order, by what is known without reading an index of samples."""
+        """The leaves, in order, as plain values: all that `table` has but the marks of content, which take reads."""
         shared = self.data.kind != "finite" and len(self.leaves) > 1
         return [
             {
@@ -87,7 +87,7 @@ class RunPlan:
 
     @property
     def streams(self) -> int:
-        """The streams of draws: one for each lane, or for each packing buffer."""
+        """How many streams of draws the run has: one for each lane or, where lanes share them, each packing buffer."""
         return self.leaves[0].order.num_lanes
 
     def global_draw(self, lane: int, draw: int) -> int:

@@ -1,4 +1,4 @@
-"""Flattens a tree to its leaves with effective weights, the input of the plan.
+"""Flattens the tree of a mix to a list of leaves, each with its share of the draws; of these a run is planned.
 
 Rules (reference section 1.13): in a blend a leaf gets its own weight times `w / sum(w)` of every blend around it; in a
 blend by repetitions the repetitions multiply; the two cannot be nested in one another. A concatenation inside a blend

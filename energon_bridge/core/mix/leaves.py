@@ -85,7 +85,7 @@ class OpenLeaf:
         return self.stop - self.start if self.kept is None else self.kept.size
 
     def numbers(self, count: int) -> Sequence[int]:
-        """Return the numbers, in the dataset, of the first samples of the leaf."""
+        """Return which samples of the dataset are the first `count` of the leaf, by their numbers there."""
         return range(self.start, self.start + count) if self.kept is None else self.kept[:count].tolist()
 
     def has(self, numbers: IntArray) -> NDArray[np.bool_]:

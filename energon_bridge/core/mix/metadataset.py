@@ -72,7 +72,10 @@ def _read_path(item: DocumentValue, *, base: str) -> str:
 
 
 def _read_subflavors(item: DocumentValue, scope: Scope) -> dict[str, Any]:
-    """Return `subflavors` with those around them over it, and the old `subflavor: x` as `{__subflavor__: x}` below."""
+    """Return the subflavors of an item: those of the references around it win over its own.
+
+    The old `subflavor: x` stands for `{__subflavor__: x}`, over which all others win.
+    """
     value = item.get("subflavors")
     subflavors = {} if value.plain is None else value.mapping()
     old = item.text("subflavor")

@@ -181,7 +181,7 @@ class MixIndex:
             self._changed = True
 
     def look_up(self, places: Iterable[DatasetKey]) -> None:
-        """List the files of buckets at some places, for `find` and `stamps_of`."""
+        """List the buckets that hold some datasets, so that `find` and `stamps_of` need no request for each."""
         by_bucket: dict[str, list[str]] = {}
         for path in sorted({place[0] for place in places if "://" in place[0]}):
             by_bucket.setdefault("/".join(path.split("/")[:3]), []).append(path)
@@ -323,7 +323,7 @@ _log_doubt = functools.cache(partial(logger.warning, "%s"))  # once for all spli
 
 @contextlib.contextmanager
 def place_in_mix(ref: LeafRef) -> Iterator[None]:
-    """Name the place of a reference in the errors of its dataset."""
+    """Let errors about a dataset begin with the place where the mix names it."""
     try:
         yield
     except DatasetError as error:

@@ -62,7 +62,7 @@ class LeafDraws(Protocol):
         """Return the leaves of the next draws, shape (count,)."""
 
     def sums(self, draw: int) -> tuple[int, ...]:
-        """Return the sums of the leaves before a draw, not before one asked about earlier."""
+        """Return how much of each leaf was drawn before a draw, which is not before the last one asked about."""
 
 
 class SummingBlend(Protocol):
@@ -294,7 +294,10 @@ class Chooser(Generic[R]):
         self.leaf_draws = list(at.leaf_draws)
 
     def sums(self, draw: int) -> tuple[int, ...]:
-        """Return the sums of the leaves before a draw, not before one asked about earlier; none without amounts."""
+        """Return how much of each leaf was drawn before a draw; empty in a blend that counts no amounts.
+
+        Asked about one draw after another: not about one before the last that was asked about.
+        """
         return () if self._summed is None else self._summed.sums(draw)
 
     def spans(self, count: int) -> list[Span[R]]:

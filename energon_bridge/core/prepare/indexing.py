@@ -74,7 +74,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class ShardRecord:
-    """What the indexes need to know about one shard, and what it was made of.
+    """What is learned of one shard by reading or writing it: all that the indexes need, and what it was made of.
 
     `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input;
     `num_failed` of the `skipped` samples failed, the others were not wanted; `num_rejected` answers were left out

@@ -142,7 +142,8 @@ def is_mix(source: Sequence[str]) -> bool:
 def read_state(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
     """Return the state stored in the files of a run's ranks, and the number of ranks: the given one, or theirs."""
     from energon_bridge.core.loader.fits import merge
-    from energon_bridge.core.loader.summary import rank_of, read_states
+    from energon_bridge.core.loader.state_files import read_states
+    from energon_bridge.tools.check.state_summary import rank_of
 
     states = read_states(files)
     ranks = {place for state in states if (place := rank_of(state)) is not None}
