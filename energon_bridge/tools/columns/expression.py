@@ -3,14 +3,17 @@
 Filters keep the samples for which one is true; costs of balance are the numbers that one gives.
 
 A subset of Python's grammar: column names, numbers, strings, True and False, comparisons (chained ones too), `in` and
-`not in` a literal list, `and`, `or`, `not`, + - * / // %, parentheses and the functions of `functions.py`. Nothing is
+`not in` a literal list, `and`, `or`, `not`, + - * / // %, parentheses and the functions of `functions.py`. A name that
+is none in Python is written in backquotes; dates are compared with texts such as "2024-01-31 18:00". Nothing is
 executed: the syntax tree is walked, so an expression from a file is data. NaN compares false, except with `!=`.
 """
 
 from __future__ import annotations
 
 import ast
+import keyword
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import NoReturn
@@ -49,7 +52,8 @@ def column_names(text: str) -> tuple[str, ...]:
     """Return the columns that an expression names, sorted; raises ConfigurationError if it cannot be parsed."""
     nodes = [*ast.walk(_parse(text))]
     functions = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-    return tuple(sorted({node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in functions}))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in functions}
+    return tuple(sorted(map(_unquoted, names)))
 
 
 def checked_expression(text: str) -> str:
@@ -67,7 +71,8 @@ def all_of(texts: Sequence[str]) -> str:
 def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
     """Return which samples an expression keeps: bool, shape (num_samples,).
 
-    Columns have shape (num_samples,) and hold bools, integers, floats or strings. Raises ConfigurationError.
+    Columns have shape (num_samples,) and hold bools, integers, floats, strings or dates (datetime64). Raises
+    ConfigurationError.
     """
     kept = _value(text, columns)
     if kept.dtype.kind != "b":
@@ -102,6 +107,8 @@ def evaluate_number(
 def evaluate_value(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
     """Return the number or text that an expression gives for each sample; raises ConfigurationError, also for NaN."""
     value = _value(text, columns)
+    if value.dtype.kind == "M":
+        raise ConfigurationError(f"expression {text!r}: gives a date, expected a number or a text.")
     if value.dtype.kind == "f" and not np.isfinite(value).all():
         raise ConfigurationError(f"expression {text!r}: gives NaN or infinity for some samples.")
     return np.broadcast_to(value, (num_samples,))
@@ -125,11 +132,27 @@ def _parse(text: str) -> ast.expr:
             f"Compute a column instead."
         )
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        return ast.parse(_QUOTED.sub(_as_identifier, text.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigurationError(
-            f"expression {text!r}: cannot be parsed: {error}. Write one like `aesthetic > 5 and tokens < 4096`."
+            f"expression {text!r}: cannot be parsed: {error}. Write one like `aesthetic > 5 and tokens < 4096`; "
+            "names with spaces or signs are in backquotes, as in `my column` > 5."
         ) from None
+
+
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`([^`]+)`")
+_IDENTIFIER = re.compile(r"__column_((?:[0-9a-f]{2})+)__")
+
+
+def _as_identifier(match: re.Match[str]) -> str:
+    """Return an identifier for a name in backquotes; of a text in quotes, the text."""
+    return match[0] if match[1] is None else f"__column_{match[1].encode().hex()}__"
+
+
+def _unquoted(name: str) -> str:
+    """Return the name of a column that an identifier stands for."""
+    match = _IDENTIFIER.fullmatch(name)
+    return name if match is None else bytes.fromhex(match[1]).decode()
 
 
 class _Evaluation:
@@ -140,7 +163,7 @@ class _Evaluation:
     def value(self, node: ast.expr) -> np.ndarray:
         match node:
             case ast.Name(id=name):
-                return self._column(name)
+                return self._column(_unquoted(name))
             case ast.Constant(value=bool() | int() | float() | str() as constant):
                 value = np.asarray(constant)
                 return value if value.dtype.kind in "bifU" else self._refuse(node, "is too large a number")
@@ -181,10 +204,9 @@ class _Evaluation:
     def _column(self, name: str) -> np.ndarray:
         if name in self._columns:
             return self._columns[name]
-        known = ", ".join(sorted(self._columns)) or "none"
-        raise ConfigurationError(
-            f"expression {self._text!r}: no column {name!r}.{did_you_mean(name, self._columns)} Columns: {known}."
-        )
+        known = ", ".join(map(_quoted, sorted(self._columns))) or "none"
+        meant = did_you_mean(name, [*map(_quoted, self._columns)])
+        raise ConfigurationError(f"expression {self._text!r}: no column {name!r}.{meant} Columns: {known}.")
 
     def _truth(self, node: ast.expr) -> np.ndarray:
         value = self.value(node)
@@ -226,15 +248,36 @@ class _Evaluation:
             self._refuse(right, "is compared with `is`: use == or !=")
         first = self.value(left)
         second = self.value(right)
+        if "M" in (first.dtype.kind, second.dtype.kind):
+            return np.asarray(_COMPARISONS[type(op)](self._date(left, first), self._date(right, second)))
         if (first.dtype.kind == "U") != (second.dtype.kind == "U"):
             self._refuse(right, f"is {_kind(second)}, compared with {_kind(first)}")
         return np.asarray(_COMPARISONS[type(op)](first, second))
 
+    def _date(self, node: ast.expr, value: np.ndarray) -> np.ndarray:
+        if value.dtype.kind == "M":
+            return value
+        if value.ndim or value.dtype.kind != "U" or not _DATE.fullmatch(str(value)):
+            self._refuse(node, "is compared with a date: write one as '2024-01-31' or '2024-01-31 18:00:00'")
+        try:
+            return np.asarray(np.datetime64(str(value)))
+        except ValueError:
+            return self._refuse(node, "is no date of the calendar")
+
     def _refuse(self, node: ast.expr, why: str) -> NoReturn:
+        said = _IDENTIFIER.sub(lambda match: _quoted(_unquoted(match[0])), ast.unparse(node))
         raise ConfigurationError(
-            f"expression {self._text!r}: `{ast.unparse(node)}` {why}. Use columns, numbers, strings, comparisons, "
+            f"expression {self._text!r}: `{said}` {why}. Use columns, numbers, strings, comparisons, "
             f"`in` with a list, and, or, not, + - * / // %, and {', '.join(FUNCTIONS)}."
         )
+
+
+_DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?")
+
+
+def _quoted(name: str) -> str:
+    """Return a name of a column as an expression has it."""
+    return name if name.isidentifier() and not keyword.iskeyword(name) else f"`{name}`"
 
 
 def _magnitude(value: np.ndarray) -> np.ndarray:
@@ -242,7 +285,9 @@ def _magnitude(value: np.ndarray) -> np.ndarray:
 
 
 def _kind(value: np.ndarray) -> str:
-    return {"b": "true or false", "i": "a number", "f": "a number", "U": "a string"}.get(value.dtype.kind, "no number")
+    return {"b": "true or false", "i": "a number", "f": "a number", "U": "a string", "M": "a date"}.get(
+        value.dtype.kind, "no number"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -187,10 +187,10 @@ def numbers_or_texts(chunks: Sequence[Any], where: str) -> np.ndarray:
     """Return the values of a column, shape (rows,), of chunks whose types may differ; masked where there is none.
 
     Texts may be of any type that stores them, numbers of any size: one with fractions makes all of them floats, one of
-    type null has no values.
+    type null has no values. Dates and timestamps are datetime64, those with a time zone in UTC.
 
     Raises:
-        ConfigurationError: It is neither one of numbers nor one of texts.
+        ConfigurationError: It is none of numbers, texts and dates, or its types are of several kinds.
     """
     import pyarrow
 
@@ -198,17 +198,22 @@ def numbers_or_texts(chunks: Sequence[Any], where: str) -> np.ndarray:
     found = {_filtered_as(chunk.type): str(chunk.type) for chunk in plain}
     found.pop(None, None)
     if len(found) > 1 or "" in found:
-        raise ConfigurationError(f"{where} is {' and '.join(found.values())}, but filters take numbers and texts.")
+        raise ConfigurationError(
+            f"{where} is {' and '.join(found.values())}, but filters take numbers, texts and dates. Write what the "
+            "filter needs as a column of its own, of one of these types."
+        )
     arrays = [np.empty(0, bool)]
     masks = [np.empty(0, bool)]
     for chunk in plain:
         masks.append(np.asarray(chunk.is_null().to_numpy(zero_copy_only=False), bool))
         if "text" in found:
             arrays.append(np.array([text or "" for text in chunk.to_pylist()], np.str_))
+        elif "date" in found:
+            arrays.append(np.asarray(chunk.to_numpy(zero_copy_only=False)).astype("datetime64[us]"))
         else:
             is_null = pyarrow.types.is_null(chunk.type)
             arrays.append(np.ones(len(chunk), bool) if is_null else _numbers(chunk))
-    if "text" in found:
+    if found and "number" not in found:
         del arrays[0]
     values = np.concatenate(arrays)
     mask = np.concatenate(masks)
@@ -232,7 +237,7 @@ def _decoded(chunk: Any) -> Any:
 
 
 def _filtered_as(kind: Any) -> str | None:
-    """Return what the values of a type are to a filter: text or number, None if there are none, "" for others."""
+    """Return what the values of a type are to a filter: text, date or number, None if there are none, "" for others."""
     import pyarrow
 
     types = pyarrow.types
@@ -240,6 +245,8 @@ def _filtered_as(kind: Any) -> str | None:
         return None
     if is_text(kind):
         return "text"
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return "date"
     is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
     return "number" if is_number else ""
 

@@ -86,3 +86,64 @@ def test_the_columns_of_an_expression_are_known_before_they_are_read() -> None:
         "language",
         "tokens",
     )
+
+
+NAMED = {
+    "my col": np.array([1, 2, 3]),
+    "a-b": np.array([3, 2, 1]),
+    "class": np.array(["x", "`", "z"]),
+    "1st": np.array([True, False, True]),
+    "größe (px)": np.array([0, 5, 7]),
+    "plain": np.array([1, 1, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("`my col` > 1", [False, True, True]),
+        ("`a-b` == `my col`", [False, True, False]),
+        ("`class` in ['x', '`'] and not `1st`", [False, True, False]),
+        ("`class` == '`' or `class` == \"`a-b`\"", [False, True, False]),
+        ("`größe (px)` / 5 >= 1 and `plain` == 1", [False, True, False]),
+    ],
+)
+def test_columns_of_any_name_are_named_in_backquotes(text: str, kept: list[bool]) -> None:
+    assert evaluate(text, NAMED, num_samples=3).tolist() == kept
+    assert {*column_names(text)} <= NAMED.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("my col > 1", "in backquotes, as in `my column` > 5"),
+        ("class == 'x'", "in backquotes"),
+        ("my_col > 1", "Did you mean '`my col`'?"),
+        ("a - b > 1", "Columns: `1st`, `a-b`, `class`, `größe (px)`, `my col`, plain"),
+        ("`my col` == 'x'", "`'x'` is a string, compared with a number"),
+        ("`my col`.x > 1", "``my col`.x` is not allowed"),
+    ],
+)
+def test_errors_show_names_as_an_expression_has_them(text: str, remedy: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        evaluate(text, NAMED, num_samples=3)
+    assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("day > 5", "`5` is compared with a date: write one as '2024-01-31'"),
+        ("day > '31.01.2024'", "`'31.01.2024'` is compared with a date"),
+        ("day > '2024-1-5'", "is compared with a date"),
+        ("day > '2024-02-30'", "`'2024-02-30'` is no date of the calendar"),
+        ("day", "gives a date, expected true or false"),
+        ("day + 1 > 2", "`day` is a date, expected a number"),
+    ],
+)
+def test_dates_are_compared_with_dates_only(text: str, complaint: str) -> None:
+    columns = {"day": np.array(["2024-01-31", "2024-02-01"], "datetime64[us]")}
+    with pytest.raises(ConfigurationError) as error:
+        evaluate(text, columns, num_samples=2)
+    assert complaint in str(error.value)
+    assert evaluate("'2024-01-31' < day and day in ['2024-02-01']", columns, num_samples=2).tolist() == [False, True]

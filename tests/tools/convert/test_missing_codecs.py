@@ -71,7 +71,7 @@ def test_convert_names_the_package_of_images_with_another_extension(tmp_path: Pa
     folder.mkdir()
     for number, data in enumerate((jpeg(), HEIC, JXL_BOX, jpeg()[:40])):
         (folder / f"{number}.jpg").write_bytes(data)
-    options = ("--split-ratio", "1,0,0", "--samples-per-shard", 2, "--parallel", parallel)
+    options = ("--split-ratio", "1,0,0", "--samples-per-shard", 2, "--num-workers", parallel)
     told = output_of("convert", folder, tmp_path / "out", *options)
     assert "3 images cannot be opened" in told
     assert [line.split(". ")[1].split(",")[0] for line in told.splitlines() if "Some may need a package" in line] == [

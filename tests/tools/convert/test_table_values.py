@@ -6,6 +6,7 @@ import base64
 import datetime
 import io
 import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -289,6 +290,32 @@ def test_filters_take_numbers_of_all_types(kind: str, tmp_path: Path) -> None:
     assert texts(written(tmp_path / "rows.parquet", n=column), filter="n > 1") == right == ["b", "d"]
 
 
+DATES = {
+    "date": arrow.date32(),
+    "date in milliseconds": arrow.date64(),
+    "seconds": arrow.timestamp("s"),
+    "nanoseconds": arrow.timestamp("ns"),
+    "with a zone": arrow.timestamp("us", "Asia/Tokyo"),
+}
+
+
+@pytest.mark.parametrize("kind", [*DATES])
+@pytest.mark.parametrize("text", ["2024-01-03", "2023-12-31 18:00:00", "2024-01-03T00:00"])
+@pytest.mark.parametrize("sign", [">", "<=", "=="])
+def test_filters_take_dates(kind: str, text: str, sign: str, tmp_path: Path) -> None:
+    days = [datetime.datetime(2024, 1, 2), datetime.datetime(2024, 1, 3), None, datetime.datetime(1969, 12, 31)]
+    column = arrow.array(days, arrow.timestamp("us")).cast(DATES[kind])
+    compared = {">": operator.gt, "<=": operator.le, "==": operator.eq}[sign]
+    other = datetime.datetime.fromisoformat(text)
+    right = [name for name, day in zip("abcd", days, strict=True) if day is not None and compared(day, other)]
+    path = written(tmp_path / "rows.parquet", **{"day made": column})
+    if right:
+        assert texts(path, filter=f"`day made` {sign} '{text}'") == right
+    left = [name for name in "abd" if name not in right]  # a row without a value is left out
+    if left:
+        assert texts(path, filter=f"not `day made` {sign} '{text}'") == left
+
+
 @pytest.mark.parametrize(
     ("one", "other", "text", "right"),
     [
@@ -311,8 +338,11 @@ def test_files_of_a_folder_may_store_a_column_differently(
 
 
 def test_what_filters_cannot_take_is_named(tmp_path: Path) -> None:
-    written(tmp_path / "data" / "0.parquet", n=[1, 2, 3, 4], day=[datetime.date(2024, 1, 2)] * 4, gone=arrow.nulls(4))
-    with pytest.raises(ConfigurationError, match=r"'day' is date32.*filters take numbers and texts"):
+    clock = [datetime.time(1)] * 4
+    written(tmp_path / "data" / "0.parquet", n=[1, 2, 3, 4], day=clock, gone=arrow.nulls(4))
+    with pytest.raises(
+        ConfigurationError, match=r"'day' is time64.*filters take numbers, texts and dates\. Write what"
+    ):
         samples(tmp_path / "data", filter="day > 1")
     with pytest.raises(EmptyDatasetError, match="none of its 4 samples"):
         samples(tmp_path / "data", filter="gone > 1")

@@ -398,7 +398,7 @@ def test_folders_that_the_datasets_library_wrote(tmp_path: Path) -> None:
         ("{folder}/gone.parquet", DatasetError, r"gone\.parquet"),
         ({"join": True}, MetadataError, "is a table, whose rows have no keys to join by"),
         ({"filter": "yaer > 3"}, ConfigurationError, "yaer.*year"),
-        ({"filter": "image > 3"}, ConfigurationError, "filters take numbers and texts"),
+        ({"filter": "image > 3"}, ConfigurationError, "filters take numbers, texts and dates"),
     ],
 )
 def test_what_cannot_be_is_refused(source: Any, error: type[Exception], text: str, plain: Path) -> None:
