@@ -25,7 +25,7 @@ from energon_bridge.cloud.kept_values import KeptValues
 from energon_bridge.cloud.node_cache import NodeCache, node_cache
 from energon_bridge.core.errors import ConfigurationError, LoaderError, StorageError, check_number
 from energon_bridge.core.samples import SourceInfo
-from energon_bridge.core.storage.helpers import Threads
+from energon_bridge.core.storage.forks import Threads
 from energon_bridge.core.stores.cache import CachePool, EncodedFile, HeldLazy, Lazy, NoCachePool
 from energon_bridge.core.stores.file_store import FileStore
 

@@ -20,7 +20,7 @@ from energon_bridge.core.errors import (
     ShortReadError,
     StorageError,
 )
-from energon_bridge.core.storage.helpers import PerProcess
+from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.ranges import merged
 from energon_bridge.core.storage.stalls import Stalls
 from energon_bridge.core.storage.store import Rooted, short_read

@@ -31,8 +31,8 @@ from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
 from energon_bridge.cloud.answers import Connections, HttpAnswer, allow_silence, get, place_of
-from energon_bridge.core.storage.helpers import Helpers, PerProcess
-from energon_bridge.core.storage.stalls import Stalls
+from energon_bridge.core.storage.forks import PerProcess
+from energon_bridge.core.storage.stalls import DaemonThreads, Stalls
 from energon_bridge.core.storage.store import MADE
 
 _CONNECT_SECONDS = 10.0
@@ -210,7 +210,7 @@ class Client:
     """Fetches pieces for all threads of a process."""
 
     def __init__(self) -> None:
-        self._helpers = Helpers("energon-http")
+        self._helpers = DaemonThreads("energon-http")
         self._lock = threading.Lock()
         self._connections = Connections()
         self._reached: set[str] = set()

@@ -35,7 +35,7 @@ import numpy as np
 
 from energon_bridge.cloud.process_folders import KEPT, files_below, remove_dead
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.storage.helpers import PerProcess
+from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.store import MADE
 
 _T = TypeVar("_T")

@@ -19,7 +19,7 @@ from energon_bridge.cloud.buckets import BUCKETS, Bucket, HttpBucket, server_add
 from energon_bridge.cloud.http import Body, Client, GaveUp, Refused, RequestedPiece, TooShort, WholeFile, shared_client
 from energon_bridge.cloud.node_cache import BLOCK, NeededBytes, RemoteBlock, Version, node_cache
 from energon_bridge.core.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
-from energon_bridge.core.storage.helpers import PerProcess
+from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.ranges import merged
 from energon_bridge.core.storage.stalls import Stalls
 from energon_bridge.core.storage.store import Rooted, changed_file, short_read

@@ -21,6 +21,7 @@ training step has seen. Lightning fetches ahead of a loader without a length, wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import weakref
@@ -183,7 +184,10 @@ class EnergonDataloader(NotForDataLoader):
             if self.repeat_epoch and self.batches != self._began:
                 self.rewind()
             return self
-        return _Counted(self, _Cycle(self.loader, self._turns)) if self.cycle else self.one_pass()
+        if not self.cycle:
+            return self.one_pass()
+        # Unlike a generator, it goes on after an error.
+        return map(self._next_of, itertools.repeat(_Cycle(self.loader, self._turns)))
 
     def __next__(self) -> Any:
         """Return the next batch; a finite loader starts again at its end.
@@ -415,19 +419,3 @@ class _Cycle:
     def forget(self) -> None:
         """Forget the saved position: continue wherever the loader is."""
         self._state = self._stream = None
-
-
-class _Counted:
-    """The iterator of a cycling dataloader; its batches and waiting time count for the dataloader."""
-
-    __slots__ = ("_cycle", "_dataloader")
-
-    def __init__(self, dataloader: EnergonDataloader, cycle: _Cycle) -> None:
-        self._dataloader = dataloader
-        self._cycle = cycle
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._dataloader._next_of(self._cycle)

@@ -36,6 +36,7 @@ from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.datasets import get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError, optional_packages
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.storage import write_file
 from energon_bridge.models.conversations.inputs import IGNORED_LABEL, Inputs, model_inputs, unwrapped
 from energon_bridge.trainers.replica import Balance
 
@@ -461,9 +462,7 @@ class _SaveData(TrainerCallback):
         if not args.should_save:
             return
         path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", STATE_FILE)
-        with open(f"{path}.new", "w") as file:
-            json.dump(states, file)
-        os.replace(f"{path}.new", path)
+        write_file(path, (json.dumps(states).encode(),))
 
 
 def _read_states(checkpoint: str) -> list[Any]:

@@ -75,6 +75,22 @@ class PreparedDataset:
     source_path: Any = field(default=None, repr=False, compare=False)
 
     @property
+    def datasets(self) -> tuple[PreparedDataset, ...]:
+        """The datasets that it is read from: itself (those of a join, see `JoinedDataset`)."""
+        return (self,)
+
+    @property
+    def is_crude(self) -> bool:
+        """Whether its samples have no type, so that a cooker makes them."""
+        return issubclass(self.sample_type, CrudeSample)
+
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the shard of a sample, and its number in the shard."""
+        ends = np.cumsum(self.shard_counts)
+        shard = int(np.searchsorted(ends, number, side="right"))
+        return self.shard_names[shard], number - int(ends[shard] - self.shard_counts[shard])
+
+    @property
     def index_remedy(self) -> str:
         """Return what to do about a wrong index of a shard."""
         return f"Rebuild it with `energon prepare --tar-index-only {self.path}`."

@@ -41,7 +41,6 @@ from energon_bridge.core.format.key_index import (
 from energon_bridge.core.format.nvmeta import read_info
 from energon_bridge.core.format.parallel import Progress, map_shards, unseen
 from energon_bridge.core.order.rng import IntArray
-from energon_bridge.core.samples import CrudeSample
 
 Nonmatch = Literal["error", "skip", "none"]
 
@@ -69,6 +68,11 @@ class JoinedDataset:
     fingerprint: str
 
     @property
+    def datasets(self) -> tuple[PreparedDataset, ...]:
+        """The datasets that it joins; the first is the primary."""
+        return tuple(part.dataset for part in self.parts)
+
+    @property
     def shard_names(self) -> tuple[str, ...]:
         """The shards of the primary."""
         return self.parts[0].dataset.shard_names
@@ -76,7 +80,7 @@ class JoinedDataset:
     @property
     def is_crude(self) -> bool:
         """Whether one of its datasets is crude, so that the joiner's result may be crude."""
-        return any(issubclass(part.dataset.sample_type, CrudeSample) for part in self.parts)
+        return any(dataset.is_crude for dataset in self.datasets)
 
     @property
     def subflavors(self) -> dict[str, Any]:

@@ -31,18 +31,14 @@ _MARK_BYTES = 8
 
 def marks_of(datasets: Sequence[PreparedDataset | JoinedDataset]) -> list[str]:
     """Return the mark of each dataset of a mix, empty if it has none."""
-    prepared = {id(one): one for dataset in datasets for one in _parts(dataset) if _is_tars(one)}
+    prepared = {id(one): one for dataset in datasets for one in dataset.datasets if _is_tars(one)}
     reads_indexes = sum(len(one.shard_names) for one in prepared.values()) <= _MOST_SHARDS
     marks: dict[int, str] = {}
     for dataset in datasets:
-        for one in _parts(dataset):
+        for one in dataset.datasets:
             if id(one) not in marks:
                 marks[id(one)] = _mark(one) if reads_indexes or not _is_tars(one) else ""
-    return [_joined([marks[id(one)] for one in _parts(dataset)]) for dataset in datasets]
-
-
-def _parts(dataset: PreparedDataset | JoinedDataset) -> list[PreparedDataset]:
-    return [part.dataset for part in dataset.parts] if isinstance(dataset, JoinedDataset) else [dataset]
+    return [_joined([marks[id(one)] for one in dataset.datasets]) for dataset in datasets]
 
 
 def _is_tars(dataset: PreparedDataset) -> bool:

@@ -45,7 +45,7 @@ def samples_by_key(dataset: PreparedDataset | JoinedDataset, keys: Collection[st
         CorruptShardError: There is no key index, and a shard is damaged.
     """
     if isinstance(dataset, JoinedDataset):
-        key_of = {place: key for key, place in _places(dataset.parts[0].dataset, keys)}
+        key_of = {place: key for key, place in _places(dataset.datasets[0], keys)}
         primary = dataset.rows[:, 0]
         rows = np.flatnonzero(np.isin(primary, np.array(list(key_of), dtype=np.int64)))
         found: Iterable[tuple[str, int]] = ((key_of[int(primary[row])], row) for row in rows.tolist())

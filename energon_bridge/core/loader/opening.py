@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from energon_bridge.core.format.dataset import PreparedDataset
-from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.jsonl import JsonlDataset
 from energon_bridge.core.format.media import IMAGE_EXTENSIONS
 from energon_bridge.core.loader.run_data import RunData, epochs_by_leaf
@@ -40,7 +39,8 @@ def open_pipeline(
     data = plan.data
     config = plan.config
     run = data.settings
-    decodes = run.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
+    datasets = (dataset for leaf in data.leaves for dataset in leaf.dataset.datasets)
+    decodes = run.task_encoder.decoder is not None and any(map(_decodes_media, datasets))
     if worker is not None and worker.careful:
         threads = 0
     elif threads is None:
@@ -80,10 +80,8 @@ def _shortest_epoch(data: RunData) -> tuple[int, str]:
     return min(epochs, default=(data.num_samples, data.ordered[0].dataset.path))
 
 
-def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
+def _decodes_media(dataset: PreparedDataset) -> bool:
     """Return whether decoding pays for threads: image decoders release the interpreter lock."""
-    if isinstance(dataset, JoinedDataset):
-        return any(_decodes_media(part.dataset) for part in dataset.parts)
     if isinstance(dataset, JsonlDataset):
         return False
     field_map = dataset.field_map

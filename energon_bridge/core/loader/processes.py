@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import LoaderError
-from energon_bridge.core.storage.helpers import at_rest
+from energon_bridge.core.storage.forks import at_rest
 from energon_bridge.core.stream.watchdog import HOOK, INDEX, LEAF, WORDS
 
 BEGUN, SINCE, _MADE, SENT, _SAID, ENDED = range(6)

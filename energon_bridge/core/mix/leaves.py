@@ -26,7 +26,6 @@ from energon_bridge.core.mix.opener import DatasetOpener
 from energon_bridge.core.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers, evaluate_subset
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.registry import load
-from energon_bridge.core.samples import CrudeSample
 from energon_bridge.core.storage import as_far, open_store
 
 
@@ -107,9 +106,7 @@ class OpenLeaf:
     @property
     def is_far(self) -> bool:
         """Whether its storage answers slowly."""
-        dataset = self.dataset
-        parts = [part.dataset for part in dataset.parts] if isinstance(dataset, JoinedDataset) else [dataset]
-        return any(as_far(part.store) is not None for part in parts)
+        return any(as_far(dataset.store) is not None for dataset in self.dataset.datasets)
 
 
 def open_leaves(
@@ -137,7 +134,7 @@ def open_leaves(
             if ref.subflavors:
                 dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | ref.subflavors)
             aux = ref.aux
-            if aux and not issubclass(dataset.sample_type, CrudeSample):
+            if aux and not dataset.is_crude:
                 raise MetadataError(
                     f"{ref.where}: `aux` is for cookers, but {dataset.path} has samples of the type "
                     f"{dataset.sample_type.__name__}, and only crude datasets are cooked: leave out {', '.join(aux)}."

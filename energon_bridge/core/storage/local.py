@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from energon_bridge.core.errors import DatasetNotFoundError, ShardMissingError, StorageError
-from energon_bridge.core.storage.helpers import PerProcess
+from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.stalls import Stalls, Way, is_in_memory, way_to
 from energon_bridge.core.storage.store import Rooted, changed_file, short_read
 

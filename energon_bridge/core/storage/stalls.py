@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from energon_bridge.core.errors import StorageError
-from energon_bridge.core.storage.helpers import Helpers
 from energon_bridge.core.storage.store import MADE
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Stalls:
     def __init__(self, seconds: float | None = READ_TIMEOUT_SECONDS) -> None:
         self.seconds = seconds
         self.count = 0
-        self._helpers = Helpers("energon-read")
+        self._helpers = DaemonThreads("energon-read")
 
     def __reduce__(self) -> tuple[object, ...]:
         return Stalls, (self.seconds,)
@@ -140,3 +141,52 @@ def _file_system(path: str) -> str:
     except (OSError, IndexError):
         pass
     return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The threads that reads run on.
+
+
+Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class DaemonThreads:
+    """Runs jobs, which may block for ever, on idle threads or, if all are busy, new ones; they end with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._idle: list[Jobs] = []
+        weakref.finalize(self, _end, self._idle).atexit = False
+
+    def start(self, job: Callable[[], None], done: Callable[[], None]) -> None:
+        """Run a job, which must not raise, then `done`; after that the thread is idle."""
+        if self._pid != os.getpid():
+            self._begin()
+        idle = self._idle
+        try:
+            jobs = idle.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(jobs,), name=self._name, daemon=True).start()
+
+        def run() -> None:
+            job()
+            idle.append(jobs)
+            done()
+
+        jobs.put(run)
+
+
+def _work(jobs: Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # release the memory of the last read before waiting for the next
+
+
+def _end(idle: list[Jobs]) -> None:
+    for jobs in idle:
+        jobs.put(None)

@@ -66,16 +66,12 @@ def cooker_of(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> Cooker[
         NoCookerError: None of the encoder's cookers takes them.
     """
     cookers = getattr(encoder, "cookers", ())
-    if not cookers or not _is_crude(dataset):
+    if not cookers or not dataset.is_crude:
         return None
     found = matching_cooker(cookers, dataset.subflavors)
     if found is None and not isinstance(dataset, JoinedDataset):
         raise NoCookerError(_no_cooker(encoder, dataset))
     return found
-
-
-def _is_crude(dataset: PreparedDataset | JoinedDataset) -> bool:
-    return dataset.is_crude if isinstance(dataset, JoinedDataset) else issubclass(dataset.sample_type, CrudeSample)
 
 
 def _no_cooker(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> str:
@@ -126,13 +122,12 @@ def cook_of(
     found = cooker_of(encoder, dataset)
     joined = isinstance(dataset, JoinedDataset)
     if found is None:
-        if joined and _is_crude(dataset) and len(getattr(encoder, "cookers", ())):
+        if joined and dataset.is_crude and len(getattr(encoder, "cookers", ())):
             return partial(_refuse_crude, message=_no_cooker(encoder, dataset))
         return None
     given = {name: stores.open(ref) for name, ref in aux.items()}
     if found.need_primary:
-        path = dataset.parts[0].dataset.path if isinstance(dataset, JoinedDataset) else dataset.path
-        given[PRIMARY] = stores.open(AuxRef(path=path))
+        given[PRIMARY] = stores.open(AuxRef(path=dataset.datasets[0].path))
     hook = getattr(encoder, Hook.COOK.title, None)
     cook: Cook = partial(cook_sample, of=found, stores=given, cache=cache)
     if hook is not None:

@@ -18,7 +18,7 @@ from energon_bridge.core.encoder.task_encoder import decoder_of
 from energon_bridge.core.order.choose import Picks, RoundCache, Span, by_leaf
 from energon_bridge.core.order.leaf_order import Round
 from energon_bridge.core.samples.stacking import Lender, Slab, SlabPool
-from energon_bridge.core.storage.helpers import Threads
+from energon_bridge.core.storage.forks import Threads
 from energon_bridge.core.stream.leaf import Leaf, LeafSource, StorePool
 from energon_bridge.core.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.core.stream.settings import StreamSettings

@@ -48,7 +48,7 @@ from energon_bridge.core.encoder.hooks import (
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError, SkipSample
 from energon_bridge.core.order.rng import fold
 from energon_bridge.core.samples import SourceInfo
-from energon_bridge.core.storage.helpers import PerProcess
+from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.stores import CachePool
 from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.core.stream.policy import FailureTracker

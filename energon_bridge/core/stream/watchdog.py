@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import ConfigurationError, HookTimeoutError
 from energon_bridge.core.format.dataset import PreparedDataset
@@ -104,8 +102,7 @@ class Activity:
             return hook
         shard = ""
         if isinstance(dataset, PreparedDataset):
-            number = int(np.searchsorted(np.cumsum(dataset.shard_counts), self.index, side="right"))
-            shard = f"shard {dataset.shard_names[number]}, "
+            shard = f"shard {dataset.place_of(self.index)[0]}, "
         key = f", key {self.key!r}" if self.key else ""
         return f"{hook} of {dataset.path}: {shard}sample {self.index}{key}"
 

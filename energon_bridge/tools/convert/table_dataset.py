@@ -48,7 +48,7 @@ from energon_bridge.core.format.nvmeta import DEFAULT_DATASET_CONFIG, meta_path
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.samples import sample_type_by_name
 from energon_bridge.core.storage import OpenFiles, Store, open_store
-from energon_bridge.core.storage.helpers import PerProcess
+from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.models.conversations.turns import CONVERSATIONS
 from energon_bridge.tools.convert.arrow import (
     ArrowSource,

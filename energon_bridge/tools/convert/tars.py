@@ -29,7 +29,6 @@ from energon_bridge.core.format.tar import Follow, parse_sample
 from energon_bridge.core.format.tar_index import ShardScan, other_parts, scan_tar
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.prepare.split import find_shards
-from energon_bridge.core.samples import CrudeSample
 from energon_bridge.core.storage import LocalStore, Store, open_store
 from energon_bridge.tools.convert.rows import (
     Layout,
@@ -260,7 +259,7 @@ class MixedTars(_TarSamples):
     def _find(self, number: int) -> tuple[Store, str, str, int, int, Follow | None]:
         at = bisect_right(self._starts, number) - 1
         dataset, numbers = self._parts[at]
-        shard, local = _place(dataset, int(numbers[number - self._starts[at]]))
+        shard, local = dataset.place_of(int(numbers[number - self._starts[at]]))
         scan = _scan(dataset.path, shard)
         start, end = scan.offsets[local : local + 2]
         return dataset.store, shard, scan.keys[local], start, end - start, _links(dataset.path, shard)
@@ -274,7 +273,7 @@ class MixedTars(_TarSamples):
                     f"{self.where}: {first.path} and {dataset.path} differ in sample type or field map. Convert them "
                     "as crude samples: --sample-type CrudeSample"
                 )
-        if issubclass(first.sample_type, CrudeSample) or first.field_map is None:
+        if first.is_crude or first.field_map is None:
             return _CRUDE
         return Layout(sample_type=first.sample_type.__name__, fields=first.field_map.fields)
 
@@ -297,16 +296,9 @@ def _form(dataset: PreparedDataset) -> tuple[type, Any]:
     return dataset.sample_type, dataset.field_map and dataset.field_map.fields
 
 
-def _place(dataset: PreparedDataset, number: int) -> tuple[str, int]:
-    """Return shard and number in the shard of a sample."""
-    ends = np.cumsum(dataset.shard_counts)
-    shard = int(np.searchsorted(ends, number, side="right"))
-    return dataset.shard_names[shard], number - int(ends[shard] - dataset.shard_counts[shard])
-
-
 def _named(dataset: PreparedDataset, number: int) -> tuple[str, str]:
     """Return shard and key of a sample."""
-    shard, local = _place(dataset, number)
+    shard, local = dataset.place_of(number)
     return shard, _scan(dataset.path, shard).keys[local]
 
 

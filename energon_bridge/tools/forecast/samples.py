@@ -361,13 +361,13 @@ class _SampleNames:
 
     def __init__(self, leaves: tuple[Leaf, ...], keys: KeyNames | None) -> None:
         self._leaves = leaves
-        self._ends = [np.cumsum(_on_disk(leaf.dataset).shard_counts) for leaf in leaves]
+        self._ends = [np.cumsum(leaf.dataset.datasets[0].shard_counts) for leaf in leaves]
         self._keys = keys
 
     def of(self, row: int, leaf: int, index: int, epoch: int, output: int = 0) -> NamedSample:
         whole = self._leaves[leaf].dataset
         ends = self._ends[leaf]
-        dataset = _on_disk(whole)
+        dataset = whole.datasets[0]  # of a join the primary
         place = int(whole.rows[index, 0]) if isinstance(whole, JoinedDataset) else index
         number = int(np.searchsorted(ends, place, side="right"))
         shard = dataset.shard_names[number]
@@ -389,11 +389,6 @@ class _SampleNames:
             excluded=(shard, key) in dataset.excluded if key is not None or not dataset.excluded else None,
             restore_key=(self._leaves[leaf].identity, index, epoch, output),
         )
-
-
-def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
-    """Return a dataset, of a join the primary."""
-    return dataset.parts[0].dataset if isinstance(dataset, JoinedDataset) else dataset
 
 
 def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobatch]:

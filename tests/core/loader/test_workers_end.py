@@ -24,7 +24,7 @@ from workers import loader_of, wait_until, worker_pids
 
 from energon_bridge import DefaultTaskEncoder, SavableDataLoader, TextSample, get_savable_loader, get_train_dataset
 from energon_bridge.core.loader import pool
-from energon_bridge.core.storage.helpers import Threads, at_rest
+from energon_bridge.core.storage.forks import Threads, at_rest
 from energon_bridge.core.stream.loading import Loading
 
 data = made_once(text_dataset, train=[5, 9, 1, 14, 8])

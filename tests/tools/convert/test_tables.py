@@ -40,7 +40,7 @@ from energon_bridge.core.errors import (
 )
 from energon_bridge.core.format.foreign import ForeignRow
 from energon_bridge.core.loader.run_plan import plan_run
-from energon_bridge.core.storage.helpers import PerProcess
+from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.tools.convert import row_groups as files, table_dataset as tables
 from energon_bridge.tools.convert.table_dataset import TableDataset, open_tables
 

@@ -1,5 +1,4 @@
-"""Threads beside forks: pools that rest while a worker is forked, daemon threads for blocking calls, and values that
-each process makes for itself.
+"""What threads and forks need of each other: pools that rest while a worker is forked, and values of one process.
 
 Invariant: no job of a `Threads` runs in the block of `at_rest`, which forks, unless its warning says so. A fork has the
 locks that a job holds, also those inside libraries (SQLite's allocator has one), and no thread that releases them.
@@ -11,17 +10,14 @@ import contextlib
 import functools
 import logging
 import os
-import queue
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-Jobs = queue.SimpleQueue[Callable[[], None] | None]
 logger = logging.getLogger(__name__)
 
 _REST_SECONDS = 10.0
@@ -101,45 +97,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class Helpers:
-    """Run jobs on idle threads, or on new ones if all are busy; the threads end with this object."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._begin()
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._idle: list[Jobs] = []
-        weakref.finalize(self, _end, self._idle).atexit = False
-
-    def start(self, job: Callable[[], None], done: Callable[[], None]) -> None:
-        """Run a job, which must not raise, then `done`; after that the thread is idle."""
-        if self._pid != os.getpid():
-            self._begin()
-        idle = self._idle
-        try:
-            jobs = idle.pop()
-        except IndexError:
-            jobs = queue.SimpleQueue()
-            threading.Thread(target=_help, args=(jobs,), name=self._name, daemon=True).start()
-
-        def run() -> None:
-            job()
-            idle.append(jobs)
-            done()
-
-        jobs.put(run)
-
-
-def _help(jobs: Jobs) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # release the memory of the last read before waiting for the next
-
-
-def _end(idle: list[Jobs]) -> None:
-    for jobs in idle:
-        jobs.put(None)
