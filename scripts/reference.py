@@ -129,7 +129,7 @@ def usage(context: click.Context) -> list[str]:
         paragraphs.append("Commands: " + ", ".join(context.command.list_commands(context)))
     words = [word for word in context.command.collect_usage_pieces(context) if word != "[OPTIONS]"]
     text = textwrap.indent("\n\n".join(paragraphs), "  ")
-    return [f"Usage: {context.info_name} {' '.join(words)}", "", *text.splitlines()]
+    return [f"{context.info_name} {' '.join(words)}", "", *text.splitlines()]
 
 
 def option_record(context: click.Context, parameter: click.Parameter) -> tuple[str, str] | None:

@@ -220,23 +220,23 @@ def _refuse(name: str, advice: str) -> Any:
     return refused_class(name, advice) if name[:1].isupper() else refused_function(name, advice)
 
 
-_REFUSES = "NotProvidedError: "
 _AS_THERE = ""
+_REFUSED = "refused"
 _MEANING = {
     "ours": "`{target}`",
     "adapter": _AS_THERE,
     "value": "{target}",
     "state": "{advice}",
-    "refused": _REFUSES + "{advice}",
+    "refused": _REFUSED,
     "type variable": _AS_THERE,
 }
 
 
 def render() -> str:
-    """Return tables of names in Markdown: what is known here by another name or as a value, and what is refused.
+    """Return in Markdown a table of what is known here by another name or as a value, and a list of what is refused.
 
     Names that mean the same are in a row, with modules where they differ. Left out are names of our own, adapters and
-    type variables, which programs use as they did.
+    type variables, which programs use as they did; what takes the place of a refused name, its error says.
     """
     meanings: dict[str, dict[str, str]] = {}
     for module, names in modules().items():
@@ -250,16 +250,12 @@ def render() -> str:
         differs = len(set(places.values())) > 1
         for module, meaning in places.items():
             rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
-    ordered = sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
-    lines: list[str] = []
-    for header, refused in (("here", False), ("NotProvidedError", True)):
-        lines += ["", f"|names|{header}|", "|---|---|"] if lines else [f"|names|{header}|", "|---|---|"]
-        lines += [
-            f"|{', '.join(sorted(names, key=lambda name: (name.lower(), name)))}|{meaning.removeprefix(_REFUSES)}|"
-            for meaning, names in ordered
-            if meaning != _AS_THERE and meaning.startswith(_REFUSES) == refused
-        ]
-    return "\n".join(lines) + "\n"
+    listed = {
+        meaning: ", ".join(sorted(names, key=lambda name: (name.lower(), name)))
+        for meaning, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
+    }
+    lines = [f"|{names}|{meaning}|" for meaning, names in listed.items() if meaning not in (_AS_THERE, _REFUSED)]
+    return "\n".join(["|names|here|", "|---|---|", *lines, "", f"Refused: {listed[_REFUSED]}."]) + "\n"
 
 
 # What to use instead --------------------------------------------------------------------------------------------------

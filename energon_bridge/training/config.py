@@ -123,28 +123,26 @@ class DataConfig:
         global_batch_size: Samples per optimizer step over all ranks; gradients are accumulated to reach it.
         seq_length: Longest token sequence, image tokens included; also the most tokens of a pack.
         num_workers: Worker processes per rank for training; 0 loads in the training process.
-        balance: `global_batch`: data-parallel ranks exchange the microbatches of each global batch, so that all have
-            the same work. `none`: each rank runs what it loads.
+        balance: `global_batch`: ranks exchange the microbatches of each global batch, so that all have the same work.
+            `none`: each rank runs what it loads.
         balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; null: by the
             model's configuration (`BatchCost.of_model`).
         balance_patches: Cost of an image patch, where a token costs 1; null: by the model's configuration.
-        balance_warmup: Optimizer steps, after the first five, whose microbatches are timed on all ranks; from then on
-            their costs are fitted to these times (`CostWarmup`). 0: costs stay as they are. Needs trainer=lightning.
+        balance_warmup: Optimizer steps, after the first five, that are timed on all ranks to fit the costs to them
+            (`CostWarmup`). 0: none. Needs trainer=lightning.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
         max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into this number,
-            padding included, instead of a fixed number; chosen from `packing_buffer_size` samples (null: 256). Batch
-            sizes then count microbatches, and `micro_batch_size` must be 1. null: no.
+            padding included; chosen from `packing_buffer_size` samples (null: 256). Batch sizes then count
+            microbatches, and `micro_batch_size` must be 1. null: no.
         packing_max_samples: Maximum samples per pack; null: as many as fit into `seq_length`.
         packing_max_images: Maximum images per pack; null: no limit. A sample with more images stops the run.
         trust_remote_code: Run the `sample_loader` and `part_filter` that come with the dataset.
-        shuffle_images: Give each sample of a microbatch the image of another one: a control experiment that shows
-            whether the model uses its images at all.
+        shuffle_images: Give each sample of a microbatch the image of another one: a control experiment.
         chat_template: Template that renders conversations: a Jinja file, or `llava`, `chatml` or `qwen-vl`; null: the
             tokenizer's own template.
         autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do.
-        today: The date that a chat template writes, if it writes one, such as '2026-01-31'; null: the day on which the
-            run began.
+        today: The date that a chat template writes, such as '2026-01-31'; null: the day on which the run began.
         system: System prompt for conversations without one of their own.
         min_pixels: Smaller images are enlarged to this area, if image tokens depend on the image; null: as the image
             processor does.
@@ -198,8 +196,8 @@ class ModelConfig:
     """Which model is trained: a preset, or a local folder or hub name.
 
     Args:
-        preset: A small model built from a configuration; written to the run folder with a tokenizer trained on the
-            captions, and loaded from there like any other local folder. Used if `name_or_path` is null.
+        preset: A small model built from a configuration, with a tokenizer trained on the captions; used if
+            `name_or_path` is null.
         name_or_path: A local folder in the layout of transformers, or a name on the Hugging Face hub.
         init: `pretrained` loads weights, `random` initialises them from the configuration alone. Presets are random.
         image_tokens_per_image: Tokens per image in the sequence; null: derived from the model.
@@ -212,9 +210,8 @@ class ModelConfig:
         tokenizer_samples: Presets: captions that the tokenizer is trained on.
         freeze: Parts that are not trained, by their names in the model, with `*` as a wildcard:
             `[model.vision_tower, lm_head]`.
-        attn_implementation: How attention is computed: `sdpa`, `eager`, `flash_attention_2`, …; null: as transformers
-            chooses. Long packs need `flash_attention_2` on a GPU: the others materialise a mask over all pairs of
-            tokens.
+        attn_implementation: `sdpa`, `eager`, `flash_attention_2`, …; null: as transformers chooses. Long packs need
+            `flash_attention_2` on a GPU: the others materialise a mask over all pairs of tokens.
     """
 
     preset: str = "tiny-llava"
@@ -271,8 +268,8 @@ class TrainConfig:
         deterministic: Use only deterministic algorithms, so that a resumed run repeats the losses bit for bit.
         threads: Torch threads per process; 0: torch's default.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
-        time_microbatches: Microbatches of the first rank whose times are written to `microbatches.jsonl` in the run
-            folder, for `energon bench --fit-cost`; after the first ten. 0: none.
+        time_microbatches: Microbatches of the first rank, after ten, whose times are written to `microbatches.jsonl` in
+            the run folder, for `energon bench --fit-cost`.
     """
 
     max_steps: int = 1000
@@ -314,8 +311,8 @@ class CheckpointConfig:
     Args:
         interval: Optimizer steps between two checkpoints; 0 saves only at the end and on SIGTERM.
         keep: How many of the latest checkpoints stay; 0 keeps all.
-        export: At the end, write the model with its tokenizer and image processor to the run folder, in the layout of
-            transformers: what another run takes as `model.name_or_path`.
+        export: At the end, write the model with its tokenizer and image processor to the run folder, for the
+            `model.name_or_path` of another run.
     """
 
     interval: int = 200

@@ -373,13 +373,17 @@ def _note(rate: Rate, result: Measured) -> str:
     return " (fastest)" if rate is result.rates[-1] else " (enough)"
 
 
+_WHOLE = 10
+"""Samples per second from which on a rate has no decimals."""
+
+
 def _print_rates(result: Measured) -> None:
     print_table(
         ("workers", "samples/s", "bytes/s", "CPU per sample", "training process"),
         [
             (
                 f"{rate.workers}{_note(rate, result)}",
-                f"{rate.samples_per_second:,.0f}",
+                f"{rate.samples_per_second:{',.0f' if rate.samples_per_second >= _WHOLE else '.2g'}}",
                 format_bytes(int(rate.bytes_per_second)),
                 f"{1e6 * rate.cpu_per_sample:,.0f} us",
                 f"{rate.training_cpu:.0%} busy",

@@ -64,7 +64,7 @@ def command() -> None:
 @click.option("--hash", "hashed", is_flag=True, help="`hash` of media and texts, not ids: equal for duplicates.")
 @click.option("--bytes", "counted", is_flag=True, help="`bytes` of all parts.")
 @click.option("--missing", default=None, help="Value of samples that fail. [default: the first one stops]")
-@click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with a dataset.")
 @workers_option
 @engine_options
 @task_options

@@ -83,7 +83,7 @@ class _Problems:
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
 @engine_options
 @click.option("--task", default=None, metavar="NUMBER/COUNT", help="Check one share of the shards: 0/16 to 15/16.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with a dataset.")
 @progress_option
 def command(
     path: str,

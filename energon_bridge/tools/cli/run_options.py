@@ -70,7 +70,7 @@ run_options = added(
     click.option("--shuffle-over-epochs", type=int, default=1, show_default=True, help="Epochs shuffled as one."),
     click.option("--no-shuffle", is_flag=True, help="The datasets' own order."),
     config_options,
-    click.option("--trust-remote-code", is_flag=True, help="Load the sample_loader that comes with a dataset."),
+    click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with a dataset."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
 """The options that `open_mix` takes, and `--json`."""

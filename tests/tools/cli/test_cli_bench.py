@@ -138,6 +138,14 @@ def test_workers_are_tried_in_powers_of_two(most: int, steps: list[int]) -> None
     assert bench.numbers_of_workers(most) == steps
 
 
+@pytest.mark.parametrize(("rate", "shown"), [(0.0423, "0.042"), (9.4, "9.4"), (10.4, "10"), (1234.5, "1,23")])
+def test_slow_rates_are_not_shown_as_none(rate: float, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = replace(RATE, samples_per_second=rate)
+    measured = bench.Measured(cores=2, load_average=0.0, reading=READING, rates=(slow,), workers=0, limit="", advice="")
+    bench._print_rates(measured)
+    assert re.search(rf"\(fastest\)\W+{re.escape(shown)}", capsys.readouterr().out)
+
+
 def test_what_limits_is_named() -> None:
     two = replace(RATE, workers=2, samples_per_second=1900.0, training_cpu=0.1)
 
