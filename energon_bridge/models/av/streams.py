@@ -29,6 +29,7 @@ import numpy as np
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.models.av.headers import shows_frame
+from energon_bridge.models.av.matroska import UnlikeError, block_times
 from energon_bridge.models.av.media_file import MediaFile, import_av, length_of, start_of, tensor_of
 from energon_bridge.models.av.whole import WholeReader
 
@@ -61,6 +62,8 @@ class Packets:
         self.landings = 0
         self._end = _NEVER
         self._times: IntArray | None = None
+        self._blocks: Iterator[list[int]] | None = None  # the times of a Matroska's frames, in the order of its blocks
+        self._seen: list[int] = []  # those so far, sorted
         self._listed: tuple[IntArray, Any, IntArray] | None = None
         self._sought = False
         self.restart()
@@ -70,6 +73,8 @@ class Packets:
             raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
         self.opening = self.queue[0]
         self._first = _place(self.opening)
+        if "matroska" in media.container.format.name:
+            self._blocks = block_times(media.file, self.stream.time_base, self._shows)
 
     def _begin(self, *, at_start: bool) -> None:
         self.landings += 1
@@ -215,6 +220,8 @@ class Packets:
 
     def length(self) -> Fraction:
         """Return the duration of the video in seconds; reads the whole file."""
+        if self._blocks is not None:  # packets alone tell when the last frame ends
+            self._blocks = self._times = None
         times = self._all_times()
         return Fraction(self._end - int(times[0])) * self.stream.time_base if len(times) else Fraction(0)
 
@@ -222,7 +229,7 @@ class Packets:
         """Return the pts of a frame by its number, None after the last one; the packets are left anywhere."""
         index = self._index()
         if index is None:
-            times = self._all_times()
+            times = self._first_times(number)
             return int(times[number]) if number < len(times) else None
         stamps, keys, shown = index
         if number >= shown[-1]:
@@ -281,8 +288,28 @@ class Packets:
         self._listed = stamps, keys.astype(bool), np.concatenate([[0], np.cumsum(shown)])
         return self._listed
 
+    def _first_times(self, last: float) -> Sequence[int] | IntArray:
+        """Return the pts of frames, sorted: of all, or by the blocks of a Matroska, of those up to a number."""
+        with self._media.refusing("cannot be read"):
+            try:
+                while self._blocks is not None and self._times is None:
+                    if len(self._seen) > last + _MOST_REORDERED:  # none that is still to come is shown before
+                        return self._seen
+                    times = next(self._blocks, None)
+                    if times is None:
+                        self._media.check_end()
+                        self._times = np.array(self._seen, dtype=np.int64)
+                    else:
+                        self._seen += times
+                        self._seen.sort()
+            except UnlikeError:
+                self._blocks = None
+        return self._all_times()
+
     def _all_times(self) -> IntArray:
-        """Return the pts of all frames, sorted, from the packets of the whole file."""
+        """Return the pts of all frames, sorted, from the blocks or packets of the whole file."""
+        if self._times is None and self._blocks is not None:
+            self._first_times(math.inf)
         if self._times is None:
             self.restart()
             while self._look():
