@@ -9,6 +9,7 @@ Sources: RFC 8794 (EBML: identifiers and sizes) and RFC 9559 (Matroska: 5.1 elem
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import BinaryIO
@@ -55,12 +56,14 @@ def block_times(file: BinaryIO, base: Fraction, shows: Callable[[memoryview], bo
     """
     try:
         yield from _times(file, base, shows)
-    except IndexError:
+    except IndexError:  # of a number longer than any, or a file that ends within a header
         raise UnlikeError from None
 
 
 def _times(file: BinaryIO, base: Fraction, shows: Callable[[memoryview], bool] | None) -> Iterator[list[int]]:
-    size = _size(file)
+    here = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(here)
     track, start = _video_track(file, size, base)
     clock: int | None = None
     times: list[int] = []
@@ -84,7 +87,7 @@ def _times(file: BinaryIO, base: Fraction, shows: Callable[[memoryview], bool] |
                 time = -1 if clock is None else clock + ((data[body + 1] << 8 | data[body + 2]) ^ 0x8000) - 0x8000
                 if time < 0 or data[body + 3] & _LACED:
                     raise UnlikeError
-                if shows is None or shows(_payload(file, start, data, body + 4, body + length)):
+                if shows is None or shows(memoryview(_part(file, start, data, body + 4, body + length))):
                     times.append(time)
             elif data[body] < 0x80:  # the number of the track takes more bytes
                 raise UnlikeError
@@ -151,23 +154,18 @@ def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _header(data: bytes, at: int) -> tuple[int, int, int | None]:
     """Return the identifier of an element, where its data begins, and its length, None if that is unknown."""
-    try:
-        behind = at + _WIDTHS[data[at]]
-        body = behind + _WIDTHS[data[behind]]
-    except IndexError:
-        raise UnlikeError from None
-    mask = _MASKS[body - behind] if body - behind < len(_MASKS) else 0
-    if behind - at > 4 or not mask or body > len(data):
+    behind = at + _WIDTHS[data[at]]
+    body = behind + _WIDTHS[data[behind]]
+    mask = _MASKS[body - behind]
+    if behind - at > 4 or body > len(data):
         raise UnlikeError
     length = int.from_bytes(data[behind:body], "big") & mask
     return int.from_bytes(data[at:behind], "big"), body, None if length == mask else length
 
 
-def _payload(file: BinaryIO, start: int, data: bytes, begin: int, end: int) -> memoryview:
+def _part(file: BinaryIO, start: int, data: bytes, begin: int, end: int) -> bytes:
     """Return bytes of a file by their places in data that begins at `start`, read again if it ends before."""
-    if end > len(data):
-        return memoryview(_read(file, start + begin, end - begin))
-    return memoryview(data)[begin:end]
+    return data[begin:end] if end <= len(data) else _read(file, start + begin, end - begin)
 
 
 def _number(data: bytes) -> int:
@@ -180,10 +178,3 @@ def _read(file: BinaryIO, at: int, size: int) -> bytes:
     data = file.read(size)
     file.seek(here)
     return data
-
-
-def _size(file: BinaryIO) -> int:
-    here = file.tell()
-    size = file.seek(0, 2)
-    file.seek(here)
-    return size

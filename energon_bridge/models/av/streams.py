@@ -249,13 +249,13 @@ class Packets:
     def times_of(self, numbers: Sequence[int], slack: int = 0) -> list[int | None]:
         """Return the pts of frames by their numbers, None for those after the last one; they may be off by some ticks.
 
-        Reads the whole file, unless the index shows that frames are decoded in the order in which they are shown, or
-        are shown at equal distances.
+        Reads the whole file (a Matroska: up to the last of them), unless the index shows that frames are decoded in the
+        order in which they are shown, or are shown at equal distances.
         """
         index = self._index()
         opening = self.opening
         if index is None:
-            times = self._all_times()
+            times = self._first_times(max(numbers, default=0))
         else:
             stamps, _, shown = index
             line = np.linspace(stamps[0], stamps[-1], len(stamps))
