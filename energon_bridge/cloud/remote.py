@@ -19,6 +19,7 @@ from energon_bridge.cloud.buckets import BUCKETS, Bucket, HttpBucket, server_add
 from energon_bridge.cloud.http import Body, Client, GaveUp, Refused, RequestedPiece, TooShort, WholeFile, shared_client
 from energon_bridge.cloud.node_cache import BLOCK, NeededBytes, RemoteBlock, Version, node_cache
 from energon_bridge.core.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
+from energon_bridge.core.format.nvmeta import is_prepared
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.ranges import merged
 from energon_bridge.core.storage.stalls import Stalls
@@ -71,6 +72,8 @@ class RemoteStore(Rooted):
                     return  # readable does not imply listable; nginx also answers so for folders
                 if status not in (404, 410) or not isinstance(error, Refused):
                     raise
+        if isinstance(bucket, HttpBucket) and is_prepared(self):
+            return  # some answer so for all folders
         raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
 
     def size(self, rel: str) -> int:

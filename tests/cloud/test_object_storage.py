@@ -254,6 +254,10 @@ def test_a_web_server_need_not_answer_for_folders(server: ObjectServer, status: 
     name = plain(server.folder)
     server.folders = status
     assert content(f"{server.url}/{name}", 4) == content(server.folder / name, 4)
+    for command in ("info", "lint"):
+        there = CliRunner().invoke(main, [command, f"{server.url}/{name}", "--json"])
+        assert there.exit_code == 0, there.output
+        assert "/nowhere: no such folder" in CliRunner().invoke(main, [command, f"{server.url}/nowhere"]).output
     with pytest.raises(DatasetNotFoundError, match=r"/nowhere: no such folder"):
         content(f"{server.url}/nowhere", 1)
 

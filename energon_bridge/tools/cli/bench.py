@@ -323,7 +323,7 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
             "more --num-workers",
         )
     return (
-        f"not the number of workers; {stage} takes longest, and {busy:.0%} of the cores are busy",
+        f"not the number of workers; most time goes to {stage}, and {busy:.0%} of the cores are busy",
         f"num_workers={chosen.workers}",
     )
 

@@ -178,8 +178,12 @@ def check_first_files(source: Source) -> None:
         hint = ""
     raise SourceError(
         f"{source.where}: none of the {len(missing)} files named in the first rows exists, such as {first}.{hint} "
-        "Paths are relative to --media."
+        f"Paths are relative to --media{_SLASHES if _BACKSLASH in str(first) else ''}."
     )
+
+
+_BACKSLASH = "\\"
+_SLASHES = ", with / between folders and no drive"
 
 
 def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: ShardJob) -> tuple[bool, list[str]] | None:

@@ -76,6 +76,12 @@ def test_a_file_of_another_spelling_is_named(tmp_path, named):
     assert f"There is {tmp_path}/photos/a.JPG: slashes and capitals count" in message
 
 
+def test_paths_of_windows_are_named(tmp_path):
+    (tmp_path / "list.csv").write_text("image,caption\nC:\\photos\\b.jpg,one\n")
+    message = refused(tmp_path / "list.csv", tmp_path / "out")
+    assert "Paths are relative to --media, with / between folders and no drive." in message
+
+
 def test_all_that_is_skipped_is_named_in_a_file(tmp_path):
     source, flags, _ = llava(tmp_path / "in", 12)
     entries = json.loads(source.read_text())
