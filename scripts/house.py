@@ -106,7 +106,7 @@ def ways() -> dict[str, list[str]]:
     from energon_bridge.tools.testing import create_captioning_test_dataset
 
     with tempfile.TemporaryDirectory() as folder:
-        path = create_captioning_test_dataset(Path(folder) / "data", num_train=400)  # no epoch ends meanwhile
+        path = create_captioning_test_dataset(Path(folder) / "data", num_train=800)  # no epoch ends meanwhile
         config = WorkerConfig(rank=0, world_size=1, num_workers=0, seed=1)
 
         def loader() -> Any:
@@ -117,11 +117,12 @@ def ways() -> dict[str, list[str]]:
         on_threads: set[str] = set()
         threading.setprofile(noting(on_threads))  # for the loading threads, which start now
         batches = iter(first)
-        for _ in islice(batches, 2 * first.ownership.num_lanes):
+        laps = 2 * first.ownership.num_lanes
+        for _ in islice(batches, laps):
             pass
         threading.setprofile(None)
         on_threads.clear()
-        here = files_of(lambda: [next(batches) for _ in range(32)])
+        here = files_of(lambda: [next(batches) for _ in range(laps)])  # long enough that each lane reads a round
         found = {"a sample": sorted({*here, *on_threads}), "a state out": files_of(first.save_state_rank)}
         state = first.save_state_rank()
         found["a state back"] = files_of(lambda: second.restore_state_rank(state))

@@ -53,7 +53,6 @@ class ForeignDataset(PreparedDataset):
     Attributes:
         columns: All columns.
         group_rows: Rows of the largest group, which is read as a whole; 0 if rows can be read one by one.
-        is_crude: Whether rows become crude samples.
         fields: Where fields come from, as far as all rows agree.
         seen_ends: A hash of the end of each shard, if opening read it; 0 or nothing: it did not.
     """
@@ -62,7 +61,6 @@ class ForeignDataset(PreparedDataset):
 
     columns: tuple[str, ...]
     group_rows: int
-    is_crude: bool
     fields: Mapping[str, str]
     seen_ends: tuple[int, ...] = ()
 

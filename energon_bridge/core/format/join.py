@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -171,7 +171,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JoinedRows:
-    """The rows of some shards of the primary; for each dataset, how many keys it lacks, and some of them."""
+    """The rows of a shard of the primary; for each dataset, how many keys it lacks, and some of them."""
 
     rows: IntArray
     missing: list[int]
@@ -194,10 +194,11 @@ def find_rows(parts: Sequence[JoinPart], *, num_workers: int = 1, progress: Prog
         runs = _runs(parts[0].dataset.shard_counts, num_workers)
         with closing(map_shards(partial(_join_shards, lines), runs, num_workers=num_workers)) as results:
             for run, shards in zip(runs, results, strict=True):
-                for place, count in enumerate(shards.missing):
-                    missing[place] += count
-                    keys[place] += shards.keys[place][: _NAMED_KEYS - len(keys[place])]
-                yield shards.rows
+                for shard in shards:
+                    for place, count in enumerate(shard.missing):
+                        missing[place] += count
+                        keys[place] += shard.keys[place][: _NAMED_KEYS - len(keys[place])]
+                yield np.concatenate([shard.rows for shard in shards])
                 progress(run.stop, runs[-1].stop)
     for part, count, some in zip(parts, missing, keys, strict=True):
         if count:
@@ -253,14 +254,9 @@ def _excluded(dataset: PreparedDataset, index: KeyIndex, numbers: IntArray, firs
     return np.array(sorted(places), dtype=np.int64)
 
 
-def _join_shards(lines: Sequence[_Line], shards: range) -> _JoinedRows:
+def _join_shards(lines: Sequence[_Line], shards: range) -> list[_JoinedRows]:
     """Find the rows of some shards of the primary's line; runs in any process."""
-    joined = [_join_shard(lines, shard) for shard in shards]
-    return _JoinedRows(
-        rows=np.concatenate([one.rows for one in joined]),
-        missing=[sum(counts) for counts in zip(*(one.missing for one in joined), strict=True)],
-        keys=[list(chain.from_iterable(keys)) for keys in zip(*(one.keys for one in joined), strict=True)],
-    )
+    return [_join_shard(lines, shard) for shard in shards]
 
 
 def _join_shard(lines: Sequence[_Line], shard: int) -> _JoinedRows:

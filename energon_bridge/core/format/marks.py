@@ -1,7 +1,8 @@
 """Marks of content: hashes that show, at the cost of a few reads, whether data was written again since a run began.
 
 A fingerprint (names, counts and sizes of shards) keys the order, so that it is the same wherever the data lies. Beside
-it, a state has the mark of each dataset. Data whose mark differs is other data, although names, counts and sizes fit.
+it, a state has the mark of each dataset, taken when the loader was made. Data whose mark differs is other data,
+although names, counts and sizes fit.
 
 The mark of a table hashes the last 64 KiB of each parquet file: all of a small one, and the footer, which has the least
 and greatest value of each column in each row group. That of arrow and JSONL files and indexes of Megatron hashes the

@@ -284,7 +284,6 @@ def open_index(
         num_samples=count,
         columns=("tokens",) if window else ("tokens", "document"),
         group_rows=0,
-        is_crude=True,
         fields={"tokens": f"{summary} ({index.dtype.name})"},
         index=index,
         window=window,

@@ -216,7 +216,6 @@ def open_tables(
         num_samples=sum(counts),
         layout=layout,
         seen_ends=tuple(_seen_end(store, of_file) for of_file in groups),
-        is_crude=layout.is_crude,
         fields=layout.fields,
         columns=columns,
         wanted=tuple(name for name in columns if name in wanted),

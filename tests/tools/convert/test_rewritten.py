@@ -91,6 +91,17 @@ def test_rewritten_files_of_the_same_size_are_not_continued(kind: str, tmp_path:
     next(iter(adapted))
 
 
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_data_that_is_rewritten_before_the_first_state_is_saved_is_not_continued(kind: str, tmp_path: Path) -> None:
+    path = KINDS[kind](tmp_path, "horse")
+    loader = loader_of(path)
+    next(iter(loader))
+    KINDS[kind](tmp_path, "mouse")
+    state = loader.save_state_rank()
+    with pytest.raises(DatasetMismatchError, match="written again with other content, of the same sizes"):
+        loader_of(path).restore_state_rank(state)
+
+
 def test_tars_whose_samples_have_other_sizes_are_not_continued(tmp_path: Path) -> None:
     """Two samples that change their places in a tar: the count and the size of the shard stay."""
     short, long = b"x", b"x" * 2000
