@@ -98,7 +98,9 @@ class ShardRecord:
         """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
         scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
-        plain |= {name: one for name in ("num_failed", "num_rejected", "empty", "needed") if (one := getattr(self, name))}
+        plain |= {
+            name: one for name in ("num_failed", "num_rejected", "empty", "needed") if (one := getattr(self, name))
+        }
         plain |= {"checksums": base64.b64encode(self.checksums).decode()} if self.checksums else {}
         plain |= {"keys": scan.keys, "part_names": scan.part_names}
         plain |= {"linked": list(scan.linked)} if scan.linked else {}
