@@ -20,7 +20,8 @@ from torch import Tensor
 
 from energon_bridge.core.errors import SampleError
 from energon_bridge.models.families import llava_next_family, qwen_family
-from energon_bridge.models.images.pixels import PixelPath, pixel_path
+from energon_bridge.models.images.pixels import pixel_path
+from energon_bridge.models.images.programs import Program
 
 MODES = ("RGB", "RGB", "L", "P", "CMYK", "I;16")
 LARGEST = 1200
@@ -64,7 +65,7 @@ def image(number: int) -> Image.Image:
     return made.convert(mode).convert("RGB") if mode != "I;16" else made.convert("RGB")
 
 
-def steps(path: PixelPath, found: Tensor, expected: Tensor) -> float:
+def steps(path: Program, found: Tensor, expected: Tensor) -> float:
     """Return the largest difference of pixels in steps of a byte."""
     least = float((path.norm[1]).max())  # the deviation in steps: a step is 1 / that
     return float((found.double() - expected.double()).abs().max()) * least

@@ -422,6 +422,7 @@ FOREIGN = {
     "_merge_kwargs": "transformers",
     "_model_mapping": "transformers",
     "_replace_state_dict_keys_with_sharded_keys": "megatron-core",
+    "_standardize_kwargs": "transformers, the rule by which image processors read the arguments of a call",
     "_set_main_param_and_optimizer_states": "megatron-core",
 }
 """Private names of other libraries that the package uses, each looked at."""

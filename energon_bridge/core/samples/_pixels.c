@@ -442,6 +442,26 @@ LOOK_UP(uint8_t)
 LOOK_UP(uint16_t)
 LOOK_UP(uint32_t)
 
+#define LOOK_UP_PIXELS(TYPE)                                                                                           \
+    static void look_up_pixels_##TYPE(const uint8_t *source, TYPE *out, const TYPE *table, const Layout *l) {          \
+        const Py_ssize_t m = l->merge;                                                                                 \
+        for (Py_ssize_t patch = 0; patch < l->rows * l->columns; patch++) {                                            \
+            Py_ssize_t group = patch / (m * m), inside = patch % (m * m);                                              \
+            Py_ssize_t y = group / (l->columns / m) * m + inside / m, x = group % (l->columns / m) * m + inside % m;   \
+            const uint8_t *pixels = source + y * l->height * l->row + x * l->width * CHANNELS;                         \
+            for (Py_ssize_t i = 0; i < l->height; i++, pixels += l->row)                                               \
+                for (Py_ssize_t j = 0; j < l->width * CHANNELS; j += CHANNELS, out += CHANNELS) {                      \
+                    out[0] = table[pixels[j]];                                                                         \
+                    out[1] = table[256 + pixels[j + 1]];                                                               \
+                    out[2] = table[512 + pixels[j + 2]];                                                               \
+                }                                                                                                      \
+        }                                                                                                              \
+    }
+
+LOOK_UP_PIXELS(uint8_t)
+LOOK_UP_PIXELS(uint16_t)
+LOOK_UP_PIXELS(uint32_t)
+
 #define LARGE (1 << 21) /* bytes from which on writing past the caches is faster */
 
 static int identical(const uint8_t *table) {
@@ -600,11 +620,14 @@ static void look_up_wide(const uint8_t *source, const uint8_t *end, char *out, c
                          Py_ssize_t item, int stream) {}
 #endif
 
-/* look_up(pixels, out, table, frames, height, width, patch height, patch width, merge, times) */
+/* look_up(pixels, out, table, frames, height, width, patch height, patch width, merge, times, pixel by pixel) */
 static PyObject *look_up(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     Py_ssize_t n[7];
-    if (nargs != 10)
-        return PyErr_Format(PyExc_TypeError, "expected 10 arguments, got %zd", nargs);
+    if (nargs != 11)
+        return PyErr_Format(PyExc_TypeError, "expected 11 arguments, got %zd", nargs);
+    int by_pixel = PyObject_IsTrue(args[10]);
+    if (by_pixel < 0)
+        return NULL;
     for (int i = 0; i < 7; i++)
         if ((n[i] = PyLong_AsSsize_t(args[3 + i])) < 1)
             return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "argument %d must be positive", 4 + i);
@@ -619,11 +642,18 @@ static PyObject *look_up(PyObject *module, PyObject *const *args, Py_ssize_t nar
                (frames == 1 || frames == l.times) && size / l.row == height && size % l.row == 0 &&
                size * frames == b[0].len && b[2].len == item * 256 * CHANNELS &&
                (item == 1 || item == 2 || item == 4) && (uintptr_t)b[1].buf % item == 0 &&
-               b[1].len / item / l.times == height * width * CHANNELS && b[1].len % (item * l.times) == 0;
+               b[1].len / item / l.times == height * width * CHANNELS && b[1].len % (item * l.times) == 0 &&
+               (!by_pixel || l.times == 1);
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
         const uint8_t *source = b[0].buf;
-        if (used && l.width <= MOST && (item > 1 || identical(b[2].buf)))
+        if (by_pixel && item == 1)
+            look_up_pixels_uint8_t(source, b[1].buf, b[2].buf, &l);
+        else if (by_pixel && item == 2)
+            look_up_pixels_uint16_t(source, b[1].buf, b[2].buf, &l);
+        else if (by_pixel)
+            look_up_pixels_uint32_t(source, b[1].buf, b[2].buf, &l);
+        else if (used && l.width <= MOST && (item > 1 || identical(b[2].buf)))
             look_up_wide(source, source + b[0].len, b[1].buf, b[2].buf, &l, item, b[1].len >= LARGE);
         else if (item == 1)
             look_up_uint8_t(source, b[1].buf, b[2].buf, &l);
@@ -735,6 +765,8 @@ static PyObject *use(PyObject *module, PyObject *width) {
 
 static int execute(PyObject *module) {
     used = widest();
+    if (PyModule_AddIntConstant(module, "ORDERS", 2)) /* tells an extension that was built of an older source */
+        return -1;
     return used ? PyModule_AddFunctions(module, PAST_THE_CACHES) : 0;
 }
 

@@ -28,6 +28,7 @@ def look_up(
     patch_width: int,
     merge: int,
     times: int,
+    pixel_by_pixel: bool,
     /,
 ) -> None: ...
 def use(width: int, /) -> int: ...

@@ -23,7 +23,8 @@ from energon_bridge.models.conversations.sequences import (
     with_norm,
 )
 from energon_bridge.models.images.images import Alpha
-from energon_bridge.models.images.pixels import PixelDtype, PixelPath, alpha_for, pixel_settings
+from energon_bridge.models.images.pixels import PixelDtype, alpha_for, pixel_settings
+from energon_bridge.models.images.programs import Program
 from energon_bridge.models.packing.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.models.packing.packing import Packer
 
@@ -34,7 +35,7 @@ class SequenceTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch
     packer: Packer[Any]
     _encoders: dict[type, SampleEncoder]
 
-    def _set_pixels(self, image_processor: Any, path: PixelPath | None, dtype: Any, own: SampleDecoder | None) -> None:
+    def _set_pixels(self, image_processor: Any, path: Program | None, dtype: Any, own: SampleDecoder | None) -> None:
         """Set the native path of pixels, and the decoder of images that fits; `own` is that of the package's class."""
         self._processor = image_processor
         self._path = path

@@ -65,7 +65,8 @@ from energon_bridge.models.families.sound import DeferredSound, Sound, sound_of,
 from energon_bridge.models.families.video import decoded, frames_shape, thinned, video_of
 from energon_bridge.models.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.models.images.images import DeferredImage
-from energon_bridge.models.images.pixels import PixelDtype, PixelPath, Profile
+from energon_bridge.models.images.pixels import DeferredPixels, PixelDtype, Profile
+from energon_bridge.models.images.programs import Program
 from energon_bridge.models.images.resize import smart_resize
 from energon_bridge.models.images.visual import as_pil, size_of
 from energon_bridge.models.packing.packing import OverLong, Packer
@@ -202,7 +203,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         self.config = config or ChatConfig()
         self.family = family = _with_pixels(family, self.config)
         dtype = getattr(family, "pixels_dtype", "float32")
-        path: PixelPath | None = getattr(family, "path", None)
+        path: Program | None = getattr(family, "path", None)
         self._set_pixels(getattr(family, "image_processor", None), path, dtype, ChatTemplateTaskEncoder.decoder)
         self.counts: Counter[str] = Counter()
         self._renderer = make_renderer(
@@ -493,7 +494,9 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         path = self._path
         if path is None or not self._makes_pixels_early:
             return list(images)
-        return [path.deferred(image) if type(image) is DeferredImage else image for image in images]
+        if isinstance(self.family, ProcessorFamily) and len(images) > 1:  # whose pixels may depend on one another
+            return list(images)
+        return [DeferredPixels.of(image, path) if type(image) is DeferredImage else image for image in images]
 
     def _deferred_videos(self, videos: Sequence[VideoFrames]) -> list[Any]:
         """The same as `_deferred`, for videos given as decoders."""
@@ -605,7 +608,7 @@ def _factor(family: Any, options: MediaOptions) -> int:
     raise SampleError(f"a part gives an image {given}, but the sizes of images are those of the model: leave it out")
 
 
-_FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily)
+_FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily, ProcessorFamily)
 _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.models.families.vision import Plan, VideoFrames, check_tokens
-from energon_bridge.models.images.pixels import PixelDtype, PixelPath, Profile, pixel_path, process_image
+from energon_bridge.models.images.pixels import PixelDtype, Profile, pixel_path, process_image
+from energon_bridge.models.images.programs import Program
 from energon_bridge.models.images.resize import best_resolution
 from energon_bridge.models.images.visual import concat_visual
 
@@ -50,7 +51,7 @@ class FixedTokenFamily:
     tokens_per_second: float = 0.0
     pixels: Profile | None = None
     pixels_dtype: PixelDtype = "float32"
-    path: PixelPath | None = field(init=False, repr=False, compare=False)
+    path: Program | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.image_tokens < 1:

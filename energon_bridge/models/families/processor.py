@@ -32,7 +32,9 @@ from energon_bridge.models.families.processor_calls import ARGUMENTS, ProcessorC
 from energon_bridge.models.families.processor_plans import NONE, PROBES, ProcessorPlans
 from energon_bridge.models.families.processor_positions import ModelPositions
 from energon_bridge.models.families.vision import Plan, PreparedSample, VideoFrames
-from energon_bridge.models.images.pixels import PixelDtype, Profile
+from energon_bridge.models.images.native import Handed, NativeImages
+from energon_bridge.models.images.pixels import PixelDtype, Profile, check_choices
+from energon_bridge.models.images.programs import Program
 
 _DROPPED = frozenset(
     {
@@ -56,8 +58,10 @@ class ProcessorFamily:
         processor: A processor of transformers 5.20 or later, that writes tokens for media.
         model_config: The model's configuration. It is needed for packs of models with positions on three axes.
         options: Further arguments of each call of the processor.
-        pixels: Only `processor`, or None.
-        pixels_dtype: Type of pixels and features: `bfloat16`, `float16`, or `float32`, which leaves the processor's.
+        pixels: Which values pixels have, `torch` or `pillow`, or `processor` to call the image processor; None: those
+            of its class, without calling it if its program is known and gives the same bytes.
+        pixels_dtype: Type of pixels and features: `bfloat16`, `float16`, `uint8` for `normalise_on_device`, or
+            `float32`, which leaves the processor's.
 
     Attributes:
         counts: For each kind of media, from what its tokens are planned; see `Writing.how`.
@@ -78,11 +82,20 @@ class ProcessorFamily:
     kinds: np.ndarray | None = field(init=False, repr=False, compare=False)
     adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
     replays: bool = field(init=False, repr=False, compare=False, default=True)
+    native: NativeImages | None = field(init=False, repr=False, compare=False, default=None)
+    path: Program | None = field(init=False, repr=False, compare=False, default=None)
     merged: dict[bytes, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check_processor()
         name = type(self.processor).__name__
+        own = getattr(self.processor, "image_processor", None)
+        own = own.processor if isinstance(own, NativeImages) else own  # of a family with other pixels
+        if own is not None:
+            self.processor = copy(self.processor)
+            self.processor.image_processor = own
+            if self.pixels != "processor":
+                self.native = self.processor.image_processor = NativeImages(own, self.pixels, self.pixels_dtype)
         self.calls = ProcessorCalls.of(self.processor, self.options)
         self.plans = ProcessorPlans(calls=self.calls)
         for kind in ARGUMENTS:
@@ -93,6 +106,7 @@ class ProcessorFamily:
             known = {kind: refused[kind] for kind in ARGUMENTS if not refused[kind].endswith(NONE)}
             reasons = "; ".join(f"{kind}: {reason}" for kind, reason in (known or refused).items())
             raise ConfigurationError(f"{name} takes no media that could be planned: {reasons}")
+        self._set_path()
         self.own_positions = ModelPositions.of(self.model_config)
         self.kinds = _kinds(self.processor)
 
@@ -108,10 +122,16 @@ class ProcessorFamily:
             )
         if reason := REFUSED.get(name):
             raise ConfigurationError(f"{name} cannot be used for training on conversations: {reason}")
-        if self.pixels not in (None, "processor") or self.pixels_dtype == "uint8":
+        check_choices(self.pixels, self.pixels_dtype)
+
+    def _set_path(self) -> None:
+        """Set the native path of images, if all calls have one. Raises ConfigurationError if choices need it."""
+        self.path = None if self.native is None else self.native.only
+        if self.path is None and (self.pixels in ("torch", "pillow") or self.pixels_dtype == "uint8"):
+            reason = "pixels='processor'" if self.native is None else self.native.reason
             raise ConfigurationError(
-                f"the pixels of {name} are what it returns itself: leave out pixels, and choose pixels_dtype float32, "
-                "bfloat16 or float16"
+                f"the pixels of {type(self.processor).__name__} are what its image processor returns itself: {reason}; "
+                "leave out pixels, and choose pixels_dtype float32, bfloat16 or float16"
             )
 
     @property
@@ -142,7 +162,8 @@ class ProcessorFamily:
     @property
     def image_processor(self) -> Any:
         """The processor's image processor, if it has one."""
-        return getattr(self.processor, "image_processor", None)
+        own = getattr(self.processor, "image_processor", None)
+        return own.processor if isinstance(own, NativeImages) else own
 
     @property
     def image_token(self) -> str:
@@ -248,6 +269,7 @@ class ProcessorFamily:
             SampleError: The processor cannot take them, or its tokens are not the planned ones.
         """
         name = type(self.processor).__name__
+        images = [Handed.of(image) for image in images] if self.native is not None else images
         given: dict[str, Any] = {"images": images, "videos": videos, "audio": sounds}
         given["sources"] = sources_of(sample.plans, videos)
         given |= self._said(sample)
@@ -280,7 +302,7 @@ class ProcessorFamily:
                 visual[mask] = torch.ones(visual[values].shape[:2], dtype=torch.bool)
         if unfit := _unfit([visual], [0]):
             raise SampleError(f"{name} returns {unfit}")
-        if self.pixels_dtype == "float32":  # the default: what the processor itself makes
+        if self.pixels_dtype in ("float32", "uint8"):  # the default: what the processor itself makes
             return visual
         dtype = getattr(torch, self.pixels_dtype)
         dense = {key: one.to(dtype) for key, one in visual.items() if one.is_floating_point() and one.ndim > 1}

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -33,13 +33,13 @@ from energon_bridge.models.families.vision import Plan, VideoFrames, check_token
 from energon_bridge.models.images.pixels import (
     MadePixels,
     PixelDtype,
-    PixelPath,
     Profile,
     alpha_for,
     in_dtype,
     pixel_path,
     process_image,
 )
+from energon_bridge.models.images.programs import Program
 from energon_bridge.models.images.resize import smart_resize, smart_resize_video
 from energon_bridge.models.images.visual import as_pil, concat_visual
 
@@ -82,13 +82,14 @@ class QwenFamily:
     video_token: str | None = _VIDEO
     pixels: Profile | None = None
     pixels_dtype: PixelDtype = "float32"
-    path: PixelPath | None = field(init=False, repr=False, compare=False)
+    path: Program | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        path = pixel_path(self.image_processor, self.pixels, self.pixels_dtype)
-        if path is not None and path.sized is not None:  # use the bounds of the family
-            path = replace(path, sized=partial(_sized, self.factor, self.area))
-        object.__setattr__(self, "path", path)
+        processor = self.image_processor
+        if self.min_pixels or self.max_pixels:  # the bounds of the family
+            processor = copy(processor)
+            processor.size = {"shortest_edge": self.area[0], "longest_edge": self.area[1]}
+        object.__setattr__(self, "path", pixel_path(processor, self.pixels, self.pixels_dtype))
 
     @property
     def image_text(self) -> str:
@@ -174,11 +175,10 @@ class QwenFamily:
     def _process_images(self, images: Sequence[Any]) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
         """Return the patches of images and their grids, as tensors and as numbers."""
         if self.path is not None and images:
-            if not any(isinstance(image, MadePixels) for image in images):
-                scaled = [self.path.final(self.path.rgb(image)) for image in images]
-                sizes: list[tuple[int, ...]] = [self.path.grid(*image.shape[:2]) for image in scaled]
-                return {"pixel_values": self.path.patches(scaled), "image_grid_thw": torch.tensor(sizes)}, sizes
-            visual = concat_visual([process_image(self.image_processor, image, self.path) for image in images])
+            if any(isinstance(image, MadePixels) for image in images):
+                visual = concat_visual([process_image(self.image_processor, image, self.path) for image in images])
+            else:
+                visual = self.path.images(images)
             return visual, [tuple(grid) for grid in visual["image_grid_thw"].tolist()]
         least, largest = self.area
         size = {"shortest_edge": least, "longest_edge": largest}
@@ -273,10 +273,6 @@ class DeferredVideo(Deferred):
         """Return the pixels. Raises DecodeError."""
         patches, grid = self.family._process_video(self.video, memory)
         return MadePixels({"pixel_values_videos": patches, "video_grid_thw": torch.tensor(grid)})
-
-
-def _sized(factor: int, area: tuple[int, int], size: tuple[int, int]) -> tuple[int, int]:
-    return smart_resize(*size, factor=factor, area=area)
 
 
 def qwen_family(

@@ -58,7 +58,7 @@ try:
 except ImportError:
     _compiled: Any = None
 else:
-    _compiled = _pixels if hasattr(_pixels, "use") else None  # else, built of an older source, which takes other things
+    _compiled = _pixels if hasattr(_pixels, "ORDERS") else None  # else, built of an older source
 COMPILED = _compiled is not None
 """Whether the C extension is built, and fits this source."""
 
@@ -71,11 +71,13 @@ class PixelLayout:
         patch: Height and width of a patch; None: the whole image is one, which gives (channels, height, width).
         merge: Patches along each side of a group; the patches of a group are adjacent.
         times: Frames of a patch. An image is repeated in all of them.
+        order: `pixels`: in a patch, pixel by pixel instead, with the values of the channels side by side; one frame.
     """
 
     patch: tuple[int, int] | None = None
     merge: int = 1
     times: int = 1
+    order: Literal["channels", "pixels"] = "channels"
 
 
 def resample(pixels: np.ndarray, size: tuple[int, int], by: Filter) -> np.ndarray:
@@ -93,8 +95,11 @@ def resample(pixels: np.ndarray, size: tuple[int, int], by: Filter) -> np.ndarra
     return _resample(pixels, size, by, coefficients)
 
 
-def resample_as_torch(pixels: np.ndarray, size: tuple[int, int], by: Literal["bilinear", "bicubic"]) -> np.ndarray:
-    """Return pixels, uint8 of shape (…, …, 3), in a height and width, as torch's `interpolate` with antialiasing."""
+def resample_as_torch(pixels: np.ndarray, size: tuple[int, int], by: Filter) -> np.ndarray:
+    """Return pixels, uint8 of shape (…, …, 3), in a height and width, as torch's `interpolate` with antialiasing.
+
+    `by` is one of `torch_filters()`.
+    """
     if pixels.shape[:2] == size:
         return pixels
     if as_torch():
@@ -198,8 +203,18 @@ def as_torch() -> bool:
         np.array_equal(_resample(pixels, new, by, torch_coefficients), _by_torch(pixels, new, by))
         for (height, width), new in _TRIED
         for pixels in (np.ascontiguousarray(noise[:height, :width]),)
-        for by in ("bilinear", "bicubic")
+        for by in torch_filters()
     )
+
+
+@cache
+def torch_filters() -> tuple[Filter, ...]:
+    """Return the filters of the installed torch, which knows lanczos from 2.14 on."""
+    try:
+        _by_torch(np.zeros((2, 2, 3), np.uint8), (3, 3), "lanczos")
+    except (NotImplementedError, RuntimeError, ValueError):
+        return ("bilinear", "bicubic")
+    return ("bilinear", "bicubic", "lanczos")
 
 
 def look_up(pixels: np.ndarray, table: np.ndarray, layout: PixelLayout, out: np.ndarray) -> None:
@@ -215,13 +230,17 @@ def look_up(pixels: np.ndarray, table: np.ndarray, layout: PixelLayout, out: np.
     frames, (height, width) = (len(pixels) if pixels.ndim == 4 else 1), pixels.shape[-3:-1]
     patch_height, patch_width = layout.patch or (height, width)
     if _compiled is not None and COMPILED:
-        patch = (patch_height, patch_width, layout.merge, times)
+        patch = (patch_height, patch_width, layout.merge, times, layout.order == "pixels")
         _compiled.look_up(np.ascontiguousarray(pixels), out, table, frames, height, width, *patch)
         return
     merge = layout.merge
     rows = height // patch_height
     columns = width // patch_width
     shape = (frames, rows // merge, merge, patch_height, columns // merge, merge, patch_width, _CHANNELS)
+    if layout.order == "pixels":
+        ordered = pixels.reshape(shape)[0].transpose(0, 3, 1, 4, 2, 5, 6)
+        out.reshape(ordered.shape)[:] = table[np.arange(_CHANNELS), ordered]
+        return
     ordered = pixels.reshape(shape).transpose(1, 4, 2, 5, 7, 0, 3, 6)
     target = out.reshape(*ordered.shape[:5], times, patch_height, patch_width)
     for channel in range(_CHANNELS):

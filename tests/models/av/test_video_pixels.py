@@ -36,7 +36,7 @@ from energon_bridge.models.av.streams import VideoReader
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
 from energon_bridge.models.families.qwen import DeferredVideo
 from energon_bridge.models.families.video import video_of
-from energon_bridge.models.images.pixels import PixelPath
+from energon_bridge.models.images.programs import Program
 
 NUMBER, BROKEN = 8, 3
 FRAMES = 27
@@ -289,14 +289,14 @@ def test_of_a_long_clip_only_what_is_shown_is_decoded_and_held(tmp_path: Path, m
     assert not decoded
     held: list[Any] = []
     most: list[int] = []
-    scaled = PixelPath.scaled
+    scaled = Program.scaled
 
-    def watched(self: PixelPath, frame: np.ndarray, size: Any) -> np.ndarray:
+    def watched(self: Program, frame: np.ndarray, size: Any) -> np.ndarray:
         held.append(weakref.ref(frame))
         most.append(sum(one() is not None for one in held))
         return scaled(self, frame, size)
 
-    monkeypatch.setattr(PixelPath, "scaled", watched)
+    monkeypatch.setattr(Program, "scaled", watched)
     (video,) = prepared.videos
     pixels = video.decoded()
     assert video.video.timestamps[-1] == pytest.approx(599.9)
