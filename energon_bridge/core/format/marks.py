@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 
 from energon_bridge.core.errors import DatasetError
@@ -27,19 +28,20 @@ from energon_bridge.core.storage import LocalStore, Store, as_far
 
 END_BYTES = 64 << 10
 _MOST_SHARDS = 1000
+_AT_ONCE = 32
 _MARK_BYTES = 8
 
 
 def marks_of(datasets: Sequence[PreparedDataset | JoinedDataset]) -> list[str]:
     """Return the mark of each dataset of a mix, empty if it has none."""
-    prepared = {id(one): one for dataset in datasets for one in dataset.datasets if _is_tars(one)}
-    reads_indexes = sum(len(one.shard_names) for one in prepared.values()) <= _MOST_SHARDS
-    marks: dict[int, str] = {}
-    for dataset in datasets:
-        for one in dataset.datasets:
-            if id(one) not in marks:
-                marks[id(one)] = _mark(one) if reads_indexes or not _is_tars(one) else ""
-    return [_joined([marks[id(one)] for one in dataset.datasets]) for dataset in datasets]
+    parts = {id(one): one for dataset in datasets for one in dataset.datasets}
+    reads_indexes = sum(len(one.shard_names) for one in parts.values() if _is_tars(one)) <= _MOST_SHARDS
+    marked = [one for one in parts.values() if reads_indexes or not _is_tars(one)]
+    with ThreadPoolExecutor(_AT_ONCE, "energon-marks") as pool:
+        # Where storage answers slowly, each takes a request or two.
+        over = pool.map if any(as_far(one.store) is not None for one in marked) else map
+        marks = dict(zip(map(id, marked), over(_mark, marked), strict=True))
+    return [_joined([marks.get(id(one), "") for one in dataset.datasets]) for dataset in datasets]
 
 
 def _is_tars(dataset: PreparedDataset) -> bool:
