@@ -19,35 +19,33 @@ def advise(position: Position) -> None:
     plan = position.plan
     config = plan.config
     spec = plan.data
-    if config.dp_rank == 0:
-        _say_crowded(config.num_workers, available_cores())
+    ownership = position.ownership
+    if not spec.ends:
+        spec.settings.conventions.check_ranks(ownership)
+    if config.dp_rank:  # of all ranks, the first one says it
+        return
+    _say_crowded(config.num_workers, available_cores())
     if spec.ends:
         return
-    ownership = position.ownership
-    workers = config.num_workers
     lanes = ownership.num_lanes
     ranks = ownership.world_size
-    nearest = ownership.nearest_even_world_size()
-    spec.settings.conventions.check_ranks(ownership)
-    if not ownership.even and config.dp_rank == 0:
+    if not ownership.even:
         logger.warning(
             "%d data-parallel ranks do not divide %d lanes, so %.0f %% of the microbatches are masked (the others "
             "do not change); %d ranks would waste none",
-            *(ranks, lanes, 100 * ownership.masked_share, nearest),
+            *(ranks, lanes, 100 * ownership.masked_share, ownership.nearest_even_world_size()),
         )
-    if spec.buckets is not None and config.dp_rank == 0:
+    if spec.buckets is not None:
         _say_repeated(spec.buckets.smaller(config.microbatches_per_global_batch or lanes))
     buffer = spec.settings.packing_buffer_size
-    if buffer is not None and config.dp_rank == 0 and position.plan.packs_by_epoch:
+    if buffer is not None and plan.packs_by_epoch:
         shortest, leaf = min(epochs_by_leaf(spec), key=lambda each: each[0])
         if lanes > 1 and IN_BUFFERS * lanes * buffer > shortest:
-            streams = position.plan.streams
-            mixed = len(spec.ordered) > 1
-            _say_small(leaf.dataset.path, int(shortest), lanes, streams, buffer, mixed)
+            _say_small(leaf.dataset.path, int(shortest), lanes, plan.streams, buffer, len(spec.ordered) > 1)
     busy = len(position.own_lanes)
-    if workers > busy and config.dp_rank == 0:  # no rank has more lanes than the first
+    if config.num_workers > busy:  # no rank has more lanes than the first
         shared = counted(lanes, "lane"), counted(ranks, "rank")
-        logger.warning("only %d of %d workers have a lane to load: %s, %s", busy, workers, *shared)
+        logger.warning("only %d of %d workers have a lane to load: %s, %s", busy, config.num_workers, *shared)
 
 
 @cache
