@@ -314,7 +314,7 @@ def _memory(workers: int) -> tuple[int, int, int]:
         children = (
             [pages(process.pid) for process in multiprocessing.active_children() if process.pid] if workers else []
         )
-    except (OSError, IndexError, ValueError):
+    except (OSError, LookupError, ValueError):
         return 0, 0, 0
     waiting = sum(one["Pss_Shmem"] for one in (own, *children))
     added = sum(one["Pss_Anon"] for one in (own, *children)) - own["Anonymous"]  # shared pages count once
