@@ -27,7 +27,7 @@ from energon_bridge.core.storage.store import Rooted, changed_file, short_read
 
 _log = logging.getLogger(__name__)
 
-_PIECE = 4 << 20
+PIECE = 4 << 20
 """Most bytes of a request; longer ranges are split into concurrent requests."""
 _CHANGES = 3
 """How often a cached read starts again because the object changed."""
@@ -116,12 +116,12 @@ class RemoteStore(Rooted):
             if cached is not None:
                 return bytes(cached[0][0])
         with self._naming(rel):
-            (first,) = self._fetch([self._piece(rel, 0, _PIECE, upto=True)])
+            (first,) = self._fetch([self._piece(rel, 0, PIECE, upto=True)])
             total = _total(first)
             if first.got >= total:
                 return bytes(first.data)
             rest = self._fetch(
-                [self._piece(rel, start, min(_PIECE, total - start)) for start in range(first.got, total, _PIECE)]
+                [self._piece(rel, start, min(PIECE, total - start)) for start in range(first.got, total, PIECE)]
             )
         return self._joined(rel, [first, *rest])
 
@@ -155,10 +155,10 @@ class RemoteStore(Rooted):
         spans = [merged(offsets, lengths) for _, offsets, lengths in wanted]
         bucket = self._place()[1]
         pieces = [
-            RequestedPiece(bucket, self._prefix + rel, start, min(_PIECE, high - start), False)
+            RequestedPiece(bucket, self._prefix + rel, start, min(PIECE, high - start), False)
             for (rel, _, _), here in zip(wanted, spans, strict=True)
             for low, high, _ in here
-            for start in range(low, high, _PIECE)
+            for start in range(low, high, PIECE)
         ]
         try:
             bodies = iter(self._fetch(pieces))
@@ -173,7 +173,7 @@ class RemoteStore(Rooted):
         for (rel, offsets, lengths), here in zip(wanted, spans, strict=True):
             blocks: list[Any] = [b""] * len(offsets)
             for low, high, members in here:
-                parts = [next(bodies) for _ in range(low, high, _PIECE)]
+                parts = [next(bodies) for _ in range(low, high, PIECE)]
                 for part in parts:
                     self._check(rel, part.total, part.version)
                 if len(parts) == 1 and len(members) == 1:
@@ -263,7 +263,7 @@ class RemoteStore(Rooted):
         """Fetch blocks; adjacent blocks share a request."""
         runs: list[list[RemoteBlock]] = []
         for version, block in places:
-            if runs and runs[-1][-1] == (version, block - 1) and len(runs[-1]) < _PIECE // BLOCK:
+            if runs and runs[-1][-1] == (version, block - 1) and len(runs[-1]) < PIECE // BLOCK:
                 runs[-1].append((version, block))
             else:
                 runs.append([(version, block)])

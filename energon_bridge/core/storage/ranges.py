@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-_GAP = 32 << 10
+GAP = 32 << 10
 """Gaps up to this size between two ranges are read along, since they cost far less than a request."""
 
 
@@ -27,7 +27,7 @@ def merged(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, in
         high = offsets[number] + lengths[number]
         if low == high:
             continue
-        if spans and low - spans[-1][1] <= _GAP:
+        if spans and low - spans[-1][1] <= GAP:
             first, last, members = spans[-1]
             members.append(number)
             spans[-1] = first, max(last, high), members

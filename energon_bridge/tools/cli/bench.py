@@ -8,6 +8,9 @@ system, for all processes of this machine.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 import resource
 import time
@@ -28,6 +31,8 @@ _ENOUGH_OF_BEST = 0.95
 _BUSY = 0.8
 _GOOD_FIT = 0.8
 """R² below which fitted weights are doubtful."""
+_LOOKS = 4
+"""How often in a run memory is looked at."""
 _CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 
 
@@ -36,7 +41,9 @@ class Rate:
     """One run: its rate, processor seconds per sample, and seconds per stage and sample.
 
     `training_cpu` is the share of the time for which the training process itself was busy, `making` that for which
-    workers made microbatches; `cache_hits` and `cache_misses` are blocks of the node's cache.
+    workers made microbatches; `cache_hits` and `cache_misses` are blocks of the node's cache. `batch_bytes` and
+    `samples_per_batch` are those of a microbatch. Memory is the most that was seen: of the training process, what each
+    worker adds, and the batches of each worker in shared memory.
     """
 
     workers: int
@@ -57,6 +64,11 @@ class Rate:
     cache_hit_bytes: int = 0
     cache_misses: int = 0
     cache_miss_bytes: int = 0
+    batch_bytes: int = 0
+    samples_per_batch: float = 0.0
+    trainer_memory: int = 0
+    worker_memory: int = 0
+    waiting_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +100,9 @@ class Measured:
 )
 @click.option("--encoder", help="Task encoder: MODULE:NAME of an object, or of what makes it.  [default: none]")
 @click.option(
+    "--packing-buffer-size", type=click.IntRange(min=1), help="Samples that wait to be packed, if the encoder packs."
+)
+@click.option(
     "--fit-cost",
     type=click.Path(),
     metavar="FILE",
@@ -99,6 +114,7 @@ def command(
     seconds: float,
     engine: Literal["process", "ray"],
     encoder: str | None,
+    packing_buffer_size: int | None,
     fit_cost: str | None,
     as_json: bool,
     **options: Any,
@@ -118,6 +134,7 @@ def command(
         return
     if mix is None:
         raise click.UsageError("Missing argument 'MIX': a dataset or mix to measure (or --fit-cost FILE).")
+    options |= {"packing_buffer_size": packing_buffer_size}
     result = bench(mix, options, seconds=seconds, encoder=load_encoder(encoder), engine=engine)
     if as_json:
         print_json(asdict(result))
@@ -163,7 +180,7 @@ def bench(
     cores = available_cores()
     load_average = os.getloadavg()[0]
     most = options["num_workers"]
-    reading = _measure(mix, options | {"num_workers": 0}, Bytes(), seconds)
+    reading = _measure(mix, options | {"num_workers": 0, "packing_buffer_size": None}, Bytes(), seconds)
     rates = [
         _measure(mix, options | {"num_workers": workers}, encoder, seconds) for workers in numbers_of_workers(most)
     ]
@@ -217,8 +234,10 @@ def _measure(
     mix: str, options: dict[str, Any], encoder: Any, seconds: float, engine: Literal["process", "ray"] = "process"
 ) -> Rate:
     from energon_bridge.core.datasets import get_savable_loader
+    from energon_bridge.core.stream.rows import size_of
 
-    dataset = open_mix(mix, options, task_encoder=encoder)
+    give_back_memory()  # that of the run before
+    dataset = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options.get("packing_buffer_size"))
     with closing(
         get_savable_loader(dataset, worker_config=replace(dataset.worker_config, worker_engine=engine))
     ) as loader:
@@ -231,8 +250,13 @@ def _measure(
         used = _cpu()
         first = time.perf_counter()
         own = time.process_time()
-        while time.perf_counter() - first < seconds:
-            next(stream)
+        memory = [0, 0, 0]
+        batches = 0
+        for look in range(1, _LOOKS + 1):
+            while time.perf_counter() - first < seconds * look / _LOOKS:
+                batch = next(stream)
+                batches += 1
+            memory = list(map(max, memory, _memory(options["num_workers"])))
         took = time.perf_counter() - first
         own = time.process_time() - own
         after = loader.metrics()
@@ -258,7 +282,43 @@ def _measure(
         seconds_per_request=more["request_seconds"] / requests if requests else 0.0,
         waiting=min(1.0, waited / more["make_seconds"]) if more["make_seconds"] else 0.0,
         **{name: int(more.get(name, 0)) for name in _CACHE},
+        batch_bytes=size_of(batch, 0),
+        samples_per_batch=samples / batches,
+        trainer_memory=memory[0],
+        worker_memory=memory[1],
+        waiting_memory=memory[2],
     )
+
+
+def give_back_memory() -> None:
+    """Give memory that is free in this process back to the system, where its C library can."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _memory(workers: int) -> tuple[int, int, int]:
+    """Return the bytes of this process but for shared memory, and of each worker: its own, and those in shared memory.
+
+    Zeros where the system has no /proc/PID/smaps_rollup.
+    """
+    import multiprocessing
+
+    def pages(process: int | str) -> dict[str, int]:
+        with open(f"/proc/{process}/smaps_rollup", encoding="ascii") as file:
+            rows = [line.split() for line in file][1:]
+        return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}
+
+    try:
+        own = pages("self")
+        children = (
+            [pages(process.pid) for process in multiprocessing.active_children() if process.pid] if workers else []
+        )
+    except (OSError, LookupError, ValueError):
+        return 0, 0, 0
+    waiting = sum(one["Pss_Shmem"] for one in (own, *children))
+    added = sum(one["Pss_Anon"] for one in (own, *children)) - own["Anonymous"]  # shared pages count once
+    return own["Rss"] - own["Pss_Shmem"], added // max(1, workers), waiting // max(1, workers)
 
 
 def _cpu() -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,6 +38,7 @@ from energon_bridge.tools.cli.run_options import open_mix, run_options
 
 if TYPE_CHECKING:
     from energon_bridge.tools.forecast.epochs import Forecast
+    from energon_bridge.tools.forecast.planned_run import Run
 
 _POOR = 0.8
 
@@ -44,19 +48,25 @@ _POOR = 0.8
 @click.option("--steps", type=click.IntRange(min=0), required=True, help="Steps of the optimizer in the run.")
 @click.option("--engine", type=click.Choice(["process", "ray"]), default="process", help="What workers are.")
 @click.option(
-    "--cpu-per-sample", type=click.FloatRange(min=0), metavar="US", help="CPU of a sample, by `energon bench`."
+    "--bench",
+    "measured",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="What `energon bench --json` printed: for workers, cores, memory and the network.",
 )
 @click.option(
-    "--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Time of a step: says what cores it takes."
+    "--cpu-per-sample", type=click.FloatRange(min=0), metavar="US", help="CPU of a sample, instead of --bench."
 )
 @click.option(
-    "--batch-bytes", type=click.IntRange(min=1), help="Bytes of a microbatch, for what goes over the network."
+    "--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Time of a step: says what the run needs."
 )
+@click.option("--batch-bytes", type=click.IntRange(min=1), help="Bytes of a microbatch, instead of --bench.")
 @run_options
 def command(
     mix: str,
     steps: int,
     engine: str,
+    measured: str | None,
     cpu_per_sample: float | None,
     step_seconds: float | None,
     batch_bytes: int | None,
@@ -71,16 +81,22 @@ def command(
     weights are shares of an amount (`unit: tokens`), they are those of samples of mean length. Nothing is read but the
     metadata of the datasets.
 
-    With --cpu-per-sample and --step-seconds it says how many cores the workers need, and with --engine ray and
-    --batch-bytes what goes over the network from a Ray cluster.
+    With --step-seconds it says what the run needs of each rank and in all: of a store, requests and bytes; with the
+    file of `energon bench --json`, workers, cores, memory and, with --engine ray, what goes over the network.
 
     Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
+    rates = None if measured is None else _rates_of(measured)
+    if rates is not None:
+        cpu_per_sample = cpu_per_sample or 1e6 * rates[0]["cpu_per_sample"]
+        batch_bytes = batch_bytes or int(rates[0]["batch_bytes"])
     asked = {"--cpu-per-sample": cpu_per_sample, "--step-seconds": step_seconds}
     asked |= {"--batch-bytes": batch_bytes} if engine == "ray" or batch_bytes is not None else {}
     missing = [name for name, value in asked.items() if value is None]
-    if missing and (engine == "ray" or len(missing) < len(asked)):
-        raise click.UsageError(f"what workers need follows from {', '.join(asked)}: {', '.join(missing)} is not given")
+    if missing and (engine == "ray" or len(missing) < len(asked)) and missing != ["--cpu-per-sample"]:
+        raise click.UsageError(
+            f"what workers need follows from {', '.join(asked)} (or --bench): {', '.join(missing)} is not given"
+        )
     # They import torch, which no help text needs.
     from energon_bridge.tools.forecast.epochs import forecast
     from energon_bridge.tools.forecast.planned_run import run_of_mix
@@ -88,14 +104,25 @@ def command(
     with names_only():
         run = run_of_mix(open_mix(mix, options))
     plan = forecast(run, steps)
-    needs = _workers_need(plan, steps, cpu_per_sample, step_seconds, batch_bytes)
+    given = click.get_current_context().get_parameter_source("num_workers") is not click.core.ParameterSource.DEFAULT
+    needs: dict[str, float] = {}
+    if step_seconds is not None and steps:
+        needs = _workers_need(plan, cpu_per_sample, step_seconds, batch_bytes)
+        per_batch = plan.draws / max(1, plan.microbatches)
+        if rates is not None:
+            per_batch = rates[0]["samples_per_batch"]
+            needs |= _sizes(plan, rates, step_seconds, options["num_workers"] if given else None)
+        needs |= _of_store(run, plan, per_batch, step_seconds)
     if as_json:
-        print_json(asdict(plan) | ({"workers_need": needs} if needs else {}))
+        print_json(asdict(plan) | ({"needs": needs} if needs else {}))
         return
     for line in describe(run.spec.mix):
         click.echo(line)
     click.echo()
-    print_pairs((*_facts(plan), *_needs(needs, plan.world_size, engine)))
+    print_pairs(_facts(plan))
+    if needs:
+        ranks = plan.world_size
+        print_table(("what it needs", "each rank", "in all"), list(_needs(needs, ranks, engine)), left=1)
     _print_leaves(plan)
     if plan.schedule:
         _print_schedule(plan)
@@ -103,15 +130,68 @@ def command(
         click.echo(line)
 
 
+def _rates_of(path: str) -> list[dict[str, float]]:
+    """Return the rates that `energon bench --json` wrote, by number of workers."""
+    try:
+        rates: list[dict[str, float]] = json.loads(Path(path).read_text())["rates"]
+        missing = {"samples_per_batch", "trainer_memory"} - rates[0].keys()
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise click.UsageError(f"{path} is not what `energon bench --json` prints ({error!r})") from error
+    if missing:
+        raise click.UsageError(f"{path} was written by an older version of `energon bench`: run it again")
+    return sorted(rates, key=lambda rate: rate["workers"])
+
+
 def _workers_need(
-    plan: Forecast, steps: int, cpu_per_sample: float | None, step_seconds: float | None, batch_bytes: int | None
+    plan: Forecast, cpu_per_sample: float | None, step_seconds: float, batch_bytes: int | None
 ) -> dict[str, float]:
-    """Return the cores that all workers need, and the bytes a second over the network; nothing if that is unknown."""
-    if cpu_per_sample is None or step_seconds is None or not steps:
+    """Return the cores that all workers need, and the bytes a second over the network, where these are known."""
+    needs: dict[str, float] = {}
+    if cpu_per_sample is not None:
+        needs["cores"] = 1e-6 * cpu_per_sample * plan.draws / (plan.steps * step_seconds)
+        if batch_bytes is not None:
+            needs["bytes_per_second"] = batch_bytes * plan.microbatches / (plan.steps * step_seconds)
+    return needs
+
+
+def _sizes(plan: Forecast, rates: list[dict[str, float]], step_seconds: float, workers: int | None) -> dict[str, float]:
+    """Return the workers of a rank that suffice, and the memory of as many, or of a number that was given."""
+    one = next((rate for rate in rates if rate["workers"] == 1), rates[0])
+    batches = plan.microbatches / plan.world_size / (plan.steps * step_seconds)
+    enough = math.ceil(batches * rates[0]["samples_per_batch"] / one["samples_per_second"])
+    workers = enough if workers is None else workers
+    like = rates[0]
+    if workers:
+        like = max((rate for rate in rates if rate["workers"] <= workers), key=lambda rate: rate["workers"])
+        like = next((rate for rate in rates if rate["workers"]), like) if not like["workers"] else like
+    each = like["worker_memory"] + like["waiting_memory"]
+    return {
+        "enough_workers": enough,
+        "workers": workers,
+        "trainer_memory": like["trainer_memory"],
+        "worker_memory": like["worker_memory"],
+        "waiting_memory": like["waiting_memory"],
+        "memory": like["trainer_memory"] + workers * each,
+    }
+
+
+def _of_store(run: Run, plan: Forecast, samples_per_batch: float, step_seconds: float) -> dict[str, float]:
+    """Return the requests and bytes that a run asks stores for, and the bytes that a disk cache would hold."""
+    from energon_bridge.tools.forecast.requests import store_forecast
+
+    drawn = plan.microbatches * samples_per_batch / run.spec.rows  # packs draw more than rows
+    found = store_forecast(run, round(drawn))
+    if found is None or not found.requests:
         return {}
-    needs = {"cores": 1e-6 * cpu_per_sample * plan.draws / (steps * step_seconds)}
-    if batch_bytes is not None:
-        needs["bytes_per_second"] = batch_bytes * plan.microbatches / (steps * step_seconds)
+    cached = sum(leaf.bytes / max(1.0, leaf.epochs) for leaf in plan.leaves)
+    needs = {"disk_cache": cached * min(1.0, samples_per_batch * plan.microbatches / max(1, plan.draws))}
+    steps_a_day = 86_400 / step_seconds
+    for name, samples, indexes in (
+        ("requests", found.requests, found.index_requests),
+        ("store_bytes", found.bytes, found.index_bytes),
+    ):
+        each = samples / plan.steps
+        needs |= {f"{name}_of_step": each, f"{name}_of_day": each * steps_a_day, f"{name}_of_run": samples + indexes}
     return needs
 
 
@@ -164,16 +244,36 @@ def _facts(plan: Forecast) -> Iterator[tuple[str, str]]:
         yield "mix epoch", f"{plan.mix_epoch:,.10g} samples; {epochs(done)} mix epochs in all"
 
 
-def _needs(needs: dict[str, float], ranks: int, engine: str) -> Iterator[tuple[str, str]]:
-    """Yield what the workers need, of all ranks together and for each: cores, and bytes per second."""
+def _needs(needs: dict[str, float], ranks: int, engine: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what a run needs: of each rank, and of all."""
+
+    def size(of: float) -> str:
+        return format_bytes(int(of))
+
+    if "workers" in needs:
+        workers = int(needs["workers"])
+        enough = int(needs["enough_workers"])
+        yield (f"workers ({enough} are enough)", number(workers), number(workers * ranks))
     if "cores" in needs:
         where = "on the Ray cluster" if engine == "ray" else "beside the trainers"
-        yield "cores", f"{needs['cores']:,.1f} for workers {where}, {needs['cores'] / ranks:,.2f} for each rank"
+        yield f"cores for workers, {where}", f"{needs['cores'] / ranks:,.2f}", f"{needs['cores']:,.1f}"
+    if "memory" in needs:
+        yield "memory of the training process, without its model", size(needs["trainer_memory"]), ""
+        yield "memory that a worker adds", size(needs["worker_memory"]), ""
+        yield "batches of a worker that wait", size(needs["waiting_memory"]), ""
+        yield "memory", size(needs["memory"]), size(needs["memory"] * ranks)
     if "bytes_per_second" in needs:
         over = needs["bytes_per_second"]
-        each = format_bytes(int(over / ranks))
-        every = format_bytes(int(over))
-        yield "network" if engine == "ray" else "batches", f"{each}/s into each rank, {every}/s in all"
+        name = "network, a second" if engine == "ray" else "batches, a second"
+        yield name, size(over / ranks), size(over)
+    if "disk_cache" in needs:
+        yield "disk cache that holds all", "", size(needs["disk_cache"])
+    for time in ("step", "day", "run"):
+        if (asked := needs.get(f"requests_of_{time}")) is not None:
+            read = needs[f"store_bytes_of_{time}"]
+            said = f"of the {time}" if time == "run" else f"a {time}"
+            yield f"requests to the store {said}", f"{asked / ranks:,.0f}", f"{asked:,.0f}"
+            yield f"bytes from the store {said}", size(read / ranks), size(read)
 
 
 def _mixing(plan: Forecast) -> Iterator[str]:

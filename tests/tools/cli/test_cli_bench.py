@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import json
+import os
+import random
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import answer, output_of, refusal_of
 from forked import run_program
 from made import made_once
 from object_server import serving
+from paths import REPOSITORY
+from PIL import Image
 from previews import mix_of
 from recipes import crude_conversations
 from sources import coco, converted
 
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.cli import bench
-from energon_bridge.tools.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 
 RATE = bench.Rate(
     workers=0,
@@ -176,3 +186,106 @@ def test_it_says_what_limits_a_cluster(making: float, training_cpu: float, limit
     cluster = replace(RATE, workers=4, making=making, training_cpu=training_cpu, samples_per_second=800.0)
     said = bench.judge_cluster(cluster, replace(RATE, workers=4))
     assert said.startswith(f"4 workers there make 0.80 of the samples of 4 processes here; the limit is {limit}")
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+ENCODERS = """
+import torch
+from energon_bridge import DefaultTaskEncoder
+
+class Packs(DefaultTaskEncoder):
+    decoder = None
+
+    def encode_sample(self, sample):
+        return {"__key__": sample.__key__, "tokens": torch.tensor(list(bytes(sample.text)))}
+
+    def select_samples_to_pack(self, samples):
+        return [samples[low : low + 8] for low in range(0, len(samples), 8)]
+
+    def pack_selected_samples(self, samples):
+        return {"__key__": samples[0]["__key__"], "tokens": torch.cat([one["tokens"] for one in samples])[:4096]}
+
+texts = pictures = DefaultTaskEncoder()
+packs = Packs()
+"""
+RUN = """
+import json, multiprocessing, sys
+from itertools import islice
+import memory_encoders
+from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
+
+kind, data, workers, settings = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+
+def pages(process):
+    rows = [line.split() for line in list(open(f"/proc/{process}/smaps_rollup"))[1:]]
+    return {row[0][:-1]: 1024 * int(row[1]) for row in rows}
+
+config = WorkerConfig(num_workers=workers)
+dataset = get_train_dataset(data, task_encoder=getattr(memory_encoders, kind), worker_config=config, **settings)
+loader = get_savable_loader(dataset)
+most = 0
+for step, _ in enumerate(islice(loader, 2000)):
+    if step % 200 == 199:
+        own = pages("self")
+        all = [own, *(pages(child.pid) for child in multiprocessing.active_children())]
+        libraries = own["Rss"] - own["Anonymous"] - own["Pss_Shmem"]
+        most = max(most, libraries + sum(one["Pss_Anon"] + one["Pss_Shmem"] for one in all))
+print(most)
+loader.close()
+"""
+SETTINGS = {
+    "texts": {"batch_size": 16},
+    "pictures": {"batch_size": 8},
+    "packs": {"batch_size": 1, "packing_buffer_size": 50},
+}
+
+
+def kinds_of_data(root: Path) -> dict[str, Path]:
+    """Write texts of 0.2 to 3 KB, and photographs of 320 x 240."""
+    throw = random.Random(3)
+
+    def photograph(number: int) -> bytes:
+        values = np.random.default_rng(number).integers(0, 255, (24, 32, 3), np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(values).resize((320, 240)).save(file, "JPEG")
+        return file.getvalue()
+
+    found = {}
+    for name, fields, count, sample in (
+        ("TextSample", {"text": "txt"}, 1000, lambda _: {"txt": b"word " * throw.randrange(40, 600)}),
+        ("CaptioningSample", {"image": "jpg", "caption": "txt"}, 150, lambda n: {"jpg": photograph(n), "txt": b"a"}),
+    ):
+        (root / name / "train").mkdir(parents=True)
+        for shard in range(4):
+            samples = {f"{shard}-{number:05d}": sample(number) for number in range(count)}
+            write_shard(root / name / "train" / f"{shard}.tar", samples)
+        yaml = render_dataset_yaml(name, fields)
+        prepare_dataset(root / name, split=parse_patterns(["train:train/.*"]), dataset_yaml=yaml, key_index=False)
+        found[name] = root / name
+    return {"texts": found["TextSample"], "packs": found["TextSample"], "pictures": found["CaptioningSample"]}
+
+
+def test_memory_is_that_of_a_run(tmp_path: Path) -> None:
+    """By `bench` and `plan`, beside what all processes of a run of 2,000 steps have: within 20 %."""
+    (tmp_path / "memory_encoders.py").write_text(ENCODERS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    long = bool(os.environ.get("ENERGON_LONG_TESTS"))
+    data = kinds_of_data(tmp_path)
+
+    def ask(*command: object) -> str:
+        words = [sys.executable, *map(str, command)]
+        return subprocess.run(words, env=environment, check=True, capture_output=True, text=True).stdout
+
+    energon = ("-c", "from energon_bridge.tools.cli.main import main; main()")
+    for kind in SETTINGS if long else ["packs"]:
+        flags = [word for name, value in SETTINGS[kind].items() for word in (f"--{name.replace('_', '-')}", value)]
+        for workers in (0, 2, 8) if long else [2]:
+            seconds = 2 if long else 1
+            more = ("--num-workers", workers, "--seconds", seconds, "--encoder", f"memory_encoders:{kind}", "--json")
+            (tmp_path / "bench.json").write_text(ask(*energon, "bench", data[kind], *flags, *more))
+            plan = ("plan", data[kind], "--steps", 2000, *flags[:2], "--num-workers", workers, "--json")
+            needs = json.loads(ask(*energon, *plan, "--bench", tmp_path / "bench.json", "--step-seconds", 1))["needs"]
+            run = int(ask("-c", RUN, kind, data[kind], workers, json.dumps(SETTINGS[kind])))
+            assert needs["memory"] == pytest.approx(run, rel=0.2), (kind, workers)
+            assert (needs["worker_memory"] > 0) == (workers > 0)

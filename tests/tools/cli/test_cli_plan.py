@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -10,11 +13,16 @@ from commands import answer, energon, refusal_of
 from engine import text_dataset
 from forecasts import MIXES, OPTIONS, SIZES, opened, ranks_of, run, write_mixes
 from made import made_once
+from object_server import serving
 
+from energon_bridge import DefaultTaskEncoder, get_savable_loader, get_train_dataset
 from energon_bridge.core.loader.run_plan import plan_run
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.worker_config import WorkerConfig
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.forecast.epochs import draws_per_leaf
 from energon_bridge.tools.forecast.planned_run import run_of_mix
+from energon_bridge.tools.testing import write_shard
 
 data = made_once(write_mixes)
 
@@ -52,14 +60,97 @@ def test_what_workers_need(data: Path) -> None:
     """By hand: 10 steps of 4 ranks and 2 samples, 5 ms of CPU each, in 20 s."""
     mix = data / "weights.yaml"
     asked = ("plan", mix, "--steps", 10, *OPTIONS, "--world-size", 4, "--cpu-per-sample", 5000, "--step-seconds", 2)
-    assert answer(*asked)["workers_need"] == {"cores": pytest.approx(80 * 0.005 / 20)}
+    assert answer(*asked)["needs"] == {"cores": pytest.approx(80 * 0.005 / 20)}
     asked = (*asked, "--engine", "ray", "--batch-bytes", 3_000_000)
     needs = {"cores": pytest.approx(0.02), "bytes_per_second": pytest.approx(3e6 * 40 / 20)}
-    assert answer(*asked)["workers_need"] == needs
-    said = energon(*asked).output
-    assert "0.0 for workers on the Ray cluster, 0.01 for each rank" in said
+    assert answer(*asked)["needs"] == needs
+    assert row(energon(*asked).output, "cores for workers, on the Ray cluster") == ["0.01", "0.0"]
     output = refusal_of("plan", mix, "--steps", 10, *OPTIONS, "--engine", "ray", "--step-seconds", 2, code=2)
     assert "--cpu-per-sample, --batch-bytes is not given" in output
+
+
+def row(output: str, name: str) -> list[str]:
+    """Return the other cells of a row of a table."""
+    (line,) = [line for line in output.splitlines() if line.strip("│ ").startswith(name)]
+    return [cell.strip() for cell in line.strip("│ ").split("│")[1:]]
+
+
+def test_one_table_says_what_a_run_needs(data: Path, tmp_path: Path) -> None:
+    """By hand, from rates as `energon bench` measures them: 8 ranks, 2 samples each in steps of 0.1 s."""
+    rates = [
+        {"workers": workers, "samples_per_second": each, "cpu_per_sample": 0.01, "batch_bytes": 1 << 20}
+        | {"samples_per_batch": 2.0, "trainer_memory": 300 << 20, "worker_memory": memory << 20}
+        | {"waiting_memory": memory << 18}
+        for workers, each, memory in ((0, 9.0, 0), (1, 8.0, 40), (4, 30.0, 20))
+    ]
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps({"rates": rates}))
+    asked = ("plan", data / "a", "--steps", 10, *OPTIONS, "--world-size", 8, "--bench", bench, "--step-seconds", 0.1)
+    needs = answer(*asked)["needs"]
+    assert (needs["enough_workers"], needs["workers"]) == (3, 3)  # 20 samples a second, of 8
+    assert needs["cores"] == pytest.approx(8 * 20 * 0.01)
+    assert needs["memory"] == (300 + 3 * (40 + 10)) << 20
+    assert needs["bytes_per_second"] == pytest.approx((1 << 20) * 80)
+    said = energon(*asked, "--num-workers", 4).output
+    assert row(said, "workers (3 are enough)") == ["4", "32"]
+    assert row(said, "memory  ") == ["400.0 MiB", "3.1 GiB"]
+    assert row(said, "memory that a worker adds") == ["20.0 MiB"]
+    assert answer(*asked, "--num-workers", 0)["needs"]["memory"] == 300 << 20
+    bench.write_text("[]")
+    assert "is not what `energon bench --json` prints" in refusal_of(*asked, code=2)
+    bench.write_text(json.dumps({"rates": [{"workers": 0}]}))
+    assert "an older version of `energon bench`: run it again" in refusal_of(*asked, code=2)
+
+
+class Bytes(DefaultTaskEncoder):
+    """Leaves parts as they are."""
+
+    decoder = None
+
+
+@pytest.mark.parametrize(
+    ("shards", "size", "batch_size", "ranks", "workers", "lanes"),
+    [([200] * 8, 700, 4, 1, 0, 48), ([150] * 6, 40_000, 2, 2, 2, 24), ([900], 100, 3, 1, 2, 48)],
+)
+def test_requests_and_bytes_are_those_of_a_run(
+    tmp_path: Path, shards: list[int], size: int, batch_size: int, ranks: int, workers: int, lanes: int
+) -> None:
+    """Of 2,000 steps beside a server that counts, within 5 %, and what is made ahead and not delivered."""
+    throw = random.Random(size)
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    number = itertools.count()
+    for shard, count in enumerate(shards):
+        samples = {f"{next(number):05d}": {"txt": throw.randbytes(throw.randrange(1, 2 * size))} for _ in range(count)}
+        write_shard(tmp_path / "data" / "train" / f"{shard}.tar", samples)
+    prepare_dataset(
+        tmp_path / "data",
+        split=parse_patterns(["train:train/.*"]),
+        dataset_yaml=render_dataset_yaml("TextSample", {"text": "txt"}),
+        key_index=False,
+    )
+    with serving(tmp_path / "data") as server:
+        options = ["--batch-size", batch_size, "--num-workers", workers, "--num-lanes", lanes, "--world-size", ranks]
+        asked = ("plan", server.url, "--steps", 2000, *options, "--step-seconds", 0.5)
+        needs = answer(*asked)["needs"]
+        asked_for = []
+        for rank in range(ranks):
+            config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers, num_lanes=lanes)
+            spec = get_train_dataset(server.url, batch_size=batch_size, task_encoder=Bytes(), worker_config=config)
+            server.asked.clear()  # what opening reads
+            loader = get_savable_loader(spec)
+            for _ in itertools.islice(loader, 2000):
+                pass
+            loader.close()
+            asked_for += server.asked
+        said = energon(*asked).output
+    read = 0
+    for path, span in asked_for:
+        low, high = map(int, span.removeprefix("bytes=").split("-"))
+        read += min(high + 1, (tmp_path / "data" / path.lstrip("/")).stat().st_size) - low
+    assert needs["requests_of_run"] == pytest.approx(len(asked_for), rel=0.05)
+    assert needs["store_bytes_of_run"] == pytest.approx(read, rel=0.05)
+    assert needs["requests_of_day"] == pytest.approx(needs["requests_of_step"] * 172_800)
+    assert row(said, "requests to the store a step")[1] == f"{needs['requests_of_step']:,.0f}"
 
 
 def test_weights_as_written_and_as_shares(data: Path) -> None:
