@@ -187,6 +187,9 @@ SPANS: list[dict[str, Any]] = [
     {"ts": "1.0-2.0"},  # TVQA
     {"times": [[0, 0], [0, 1]]},  # DiDeMo
     {"gt_windows": "[[1, 2]]"},
+    {"metadata": '{"id": 3, "start": 1, "end": 2}'},
+    {"since": 1, "until": 2},
+    {"in_point": "00:01", "out_point": "00:02"},
     {"time": "00:01 - 00:02"},
     {"from": 1, "to": 2},
     {"first_frame": 0, "last_frame": 10},
@@ -205,6 +208,7 @@ NO_SPANS: list[dict[str, Any]] = [
     {"answer_span": [1, 2], "scores": [0.1, 0.7], "ratings": [3, 5], "char_start": 3, "char_end": 9},
     {"start": None, "end": None, "clip": "", "offset": 0, "span": "first half", "years": "1990-1995"},
     {"image_sizes": [[24, 32]], "versions": [1, 2], "start_page": 3, "end_page": 9, "min_frames": 4, "max_frames": 8},
+    {"points": [[1, 2], [3, 4]], "video_metadata": {"frames_indices": [0, 30], "fps": 25}, "info": '{"id": [1]}'},
 ]
 SAYS_TIMES = talk("<video>When does it turn red?", {"role": "assistant", "content": "From 0.8 to 1.6 seconds."})
 
@@ -307,6 +311,20 @@ def test_turns_with_a_type_are_media_at_their_place(tmp_path: Path, media: Path)
     heard = sound_of(content.audios[0], rate=16000)
     assert heard.length == 1600
     assert np.abs(heard.get() - samples.mean(axis=1) / 32768).max() < 1e-6
+
+
+def test_a_manifest_of_speech_may_cut_by_begin_and_end(tmp_path: Path, media: Path) -> None:
+    row = {"audio_filepath": "a.wav", "duration": 0.3, "startTime": 0.1, "endTime": 0.4, "text": "hello"}
+    source = tmp_path / "manifest.json"
+    source.write_text(json.dumps(row) + "\n" + json.dumps({**row, "text": "again"}))
+    out = converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN)
+    workers = WorkerConfig(num_workers=0)
+    dataset = get_val_dataset(out, split_part="train", batch_size=1, worker_config=workers, task_encoder=Spoken())
+    with wave.open(str(media / "a.wav")) as file:
+        samples = np.frombuffer(file.readframes(8000), "<i2").reshape(-1, 2)[1600:6400]
+    for (content,) in get_loader(dataset):
+        heard = sound_of(content.audios[0], rate=16000)
+        assert np.abs(heard.get() - samples.mean(axis=1) / 32768).max() < 1e-6
 
 
 def test_turns_with_a_type_name_files_of_a_store() -> None:

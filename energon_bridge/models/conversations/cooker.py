@@ -19,9 +19,9 @@ from typing import Any
 from energon_bridge.core.encoder.cooking import Cooker, basic_sample_keys
 from energon_bridge.core.errors import SampleError, SkipSample
 from energon_bridge.core.stores import FileStore
-from energon_bridge.models.conversations.conversation import own_media, with_segments
+from energon_bridge.models.conversations.conversation import own_media, warn_once, with_segments
 from energon_bridge.models.conversations.places import by_place
-from energon_bridge.models.conversations.questions import is_unanswered
+from energon_bridge.models.conversations.questions import is_unanswered, says_held_out, split_column
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     MEDIA,
@@ -63,6 +63,7 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         )
     assert isinstance(content, Mapping)
     check_turns(turns)
+    _name_splits(sample, content)
     media = with_segments(content, {kind: _media(kind, sample, content, turns, stores) for kind in MEDIA})
     if not any(media.values()) and (unseen := unseen_medium(content)):
         raise SampleError(unseen)
@@ -78,6 +79,22 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
 
 
 COOKERS = (Cooker(cook_conversation),)
+_splits: dict[tuple[str, str], set[bool]] = {}
+_named: set[str] = set()
+
+
+def _name_splits(sample: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Warn, once for a file, if some of its samples say that they are held out, and others that they are not."""
+    column = split_column(content)
+    if column is None or not isinstance(content[column], str) or not sample.get("__sources__"):
+        return
+    source = sample["__sources__"][0]
+    seen = _splits.setdefault((source.dataset_path, source.shard_name), set())
+    seen.add(says_held_out(content[column]))
+    if len(seen) > 1:
+        what = f"samples of {source.dataset_path}, {source.shard_name}, are of several splits by their `{column}`, and"
+        remedy = f"of a table, filter=\"{column} == 'train'\" takes those; of others, write a file for each split"
+        warn_once(what, _named, f"{what} all are taken, those that are held out too: {remedy}")
 
 
 def _media(

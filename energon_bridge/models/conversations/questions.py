@@ -616,6 +616,25 @@ def is_metadata(column: str) -> bool:
     return column.startswith("__") or name in _METADATA or name in _OF_ANSWERS or bool(_ENDINGS.fullmatch(name))
 
 
+def split_column(columns: Iterable[str]) -> str | None:
+    """Return the column that says of which split each row is."""
+    return next((column for column in columns if column.lower() in _SPLITS), None)
+
+
+_SPLITS = ("split", "splits", "data_split", "dataset_split", "split_name", "subset", "partition", "set", "usage")
+
+
+def says_held_out(name: object) -> bool:
+    """Whether a path or another text says, in whatever spelling, that something is for validation or tests."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
+    return _HELD_OUT.search(words) is not None
+
+
+_HELD_OUT = re.compile(
+    r"(?<![a-z])((test|eval|evaluation|val|valid|validation|dev)(s|set|data|split|ing)?|held[-_ ]?out|holdout)(?![a-z])"
+)
+
+
 def texts_in(value: Any) -> list[str]:
     """Return all texts in a value."""
     if isinstance(value, Mapping):

@@ -61,6 +61,7 @@ _OPPOSITES = (
         ("tmin", "tmax"),
         ("ss", "to"),
         ("in", "out"),
+        ("since", "until"),
     ),
 )
 _UNITS = {
@@ -75,7 +76,21 @@ _OF_SPANS = frozenset(
 _OF_OTHERS = frozenset(
     (
         *("size", "resolution", "shape", "dim", "dimension", "bbox", "box", "rect", "point", "coord", "coordinate"),
-        *("position", "pos", "xy", "keypoint", "polygon", "id", "score", "count", "num", "fps", "rate", "width"),
+        *(
+            "position",
+            "pos",
+            "indices",
+            "xy",
+            "keypoint",
+            "polygon",
+            "id",
+            "score",
+            "count",
+            "num",
+            "fps",
+            "rate",
+            "width",
+        ),
         *("height", "pixel", "ratio", "aspect", "label", "class", "page", "char", "character", "token", "word", "line"),
         *("year", "date", "day", "month", "version", "lat", "lon", "rank", "level", "weight", "channel", "answer"),
         *("option", "choice", "rating", "vote", "volume", "price", "temperature", "byte", "row", "column", "layer"),
@@ -84,6 +99,8 @@ _OF_OTHERS = frozenset(
 )
 """Words of names of pairs of numbers that are no times."""
 _LATEST_SECONDS = 1e7
+_LONGEST_TEXT = 10_000
+"""Longer JSON is no segment, but a transcript or a conversation."""
 _PIXELS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _FRAMES = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
@@ -98,7 +115,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _meaning(name: str) -> Literal["range", "begin", "end", "length", "frames"] | None:
+def segment_meaning(name: str) -> Literal["range", "begin", "end", "length", "frames"] | None:
     """Return what a name says of a segment; None: nothing that is known."""
     words = _words(name)
     bounds = [word for word in words if word in _BEGINS or word in _ALL_ENDS]
@@ -120,7 +137,7 @@ def is_option(name: str, kind: Medium) -> bool:
     """Return whether a key of a part limits its medium: to a segment, a number of frames, a size."""
     if kind == "image":
         return name in _PIXELS
-    return (kind == "video" and (name in _PIXELS or name in _FRAMES)) or _meaning(name) not in (None, "frames")
+    return (kind == "video" and (name in _PIXELS or name in _FRAMES)) or segment_meaning(name) not in (None, "frames")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +201,10 @@ def entry_segments(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> tup
     kind: Medium | None = "video" if there.get("video") else "audio" if there.get("audio") else None
     if kind is None:
         return None
-    given = {name: value for name, value in entry.items() if _meaning(name) is not None and not _is_missing(value)}
-    if name := next((name for name in given if _meaning(name) == "frames"), None):
+    given = {
+        name: value for name, value in entry.items() if segment_meaning(name) is not None and not _is_missing(value)
+    }
+    if name := next((name for name in given if segment_meaning(name) == "frames"), None):
         raise SampleError(f"`{name}` counts frames of the {kind}: write the seconds of its segment, as start and end")
     segments = _listed_segments(given, kind, there[kind])
     if not segments and (found := _segment(given, is_part=False)) is not None:
@@ -195,7 +214,7 @@ def entry_segments(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> tup
                 "its own, as segments: [[begin, end], …]"
             )
         segments = [found]
-    names = [name for name in given if _meaning(name) != "length"]
+    names = [name for name in given if segment_meaning(name) != "length"]
     if segments and _are_said([(begin, end or begin) for begin, end in segments], entry, names):
         raise SampleError(
             f"`{names[0]}` gives a segment of the {kind}, and the texts say its times: for the whole {kind} to be "
@@ -228,7 +247,7 @@ def check_unseen(said: Mapping[str, Any], what: str) -> None:
 def _listed_segments(given: Mapping[str, Any], kind: Medium, count: int) -> list[tuple[float, float | None]]:
     """Return the segments of a list of them, one for each medium; an empty list: there is none. Raises SampleError."""
     for name, value in given.items():
-        if _meaning(name) == "range" and isinstance(value, list | tuple):
+        if segment_meaning(name) == "range" and isinstance(value, list | tuple):
             ranges = [one for one in map(_range, value) if one is not None]
             if ranges and len(ranges) == len(value):
                 if len(value) != count:
@@ -255,7 +274,7 @@ def _given_ranges(given: Mapping[str, Any]) -> list[tuple[str, tuple[float, floa
     """Return the segments that are given by one key, such as `span`, with the names of these."""
     found: list[tuple[str, tuple[float, float | None]]] = []
     for name, value in given.items():
-        if _meaning(name) != "range" or _is_nested(value):  # of a transcript
+        if segment_meaning(name) != "range" or _is_nested(value):  # of a transcript
             continue
         if (one := _range(value)) is None:
             known = "_".join(_words(name)).replace("time_stamp", "timestamp")
@@ -269,9 +288,11 @@ def _given_ranges(given: Mapping[str, Any]) -> list[tuple[str, tuple[float, floa
 
 def _given_ends(given: Mapping[str, Any], *, is_part: bool) -> list[tuple[str, tuple[float, float | None]]]:
     """Return the segment that is given by a begin, an end or a length, with their names; an empty list: none is."""
-    begins = [name for name in given if _meaning(name) == "begin"]
-    ends = [name for name in given if _meaning(name) == "end" and (begins or _words(name)[0] not in _ONLY_BESIDE)]
-    lengths = [name for name in given if _meaning(name) == "length"] if begins or is_part else []
+    begins = [name for name in given if segment_meaning(name) == "begin"]
+    ends = [
+        name for name in given if segment_meaning(name) == "end" and (begins or _words(name)[0] not in _ONLY_BESIDE)
+    ]
+    lengths = [name for name in given if segment_meaning(name) == "length"] if begins or is_part else []
     lengths = [] if ends else lengths
     if not (begins or ends or lengths):
         return []
@@ -306,6 +327,8 @@ def _kinds(name: str) -> frozenset[str]:
 def _opposites(name: str) -> tuple[tuple[str, ...], ...]:
     """Return the words of the names that would give the end to a name with a begin."""
     words = _words(name)
+    if not (_OF_OTHERS - {"point"}).isdisjoint(_kinds(name)):
+        return ()
     return tuple(tuple(other if word == one else word for word in words) for one, other in _OPPOSITES if one in words)
 
 
@@ -313,15 +336,15 @@ def _spans(entry: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, li
     """Yield what looks like spans of times, by pairs of names or by values, also inside of objects, with its name."""
     named = {_words(name): name for name in entry if isinstance(name, str)}
     for name in named.values():
-        if not _OF_OTHERS.isdisjoint(_kinds(name)):
-            continue
         value = entry[name]
         for other in _opposites(name):
             begin, end = _time(value), _time(entry.get(named.get(other, ""), None))
             if begin is not None and end is not None and 0 <= begin < end < _LATEST_SECONDS:
                 yield f"{before}{name}", [(begin, end)]
-        if isinstance(value, str) and value[:1] == "[":
-            with suppress(ValueError):
+        if not _OF_OTHERS.isdisjoint(_kinds(name)):
+            continue
+        if isinstance(value, str) and value[:1] in ("[", "{") and len(value) < _LONGEST_TEXT:
+            with suppress(ValueError, RecursionError):
                 value = json.loads(value)
         if spans := _spans_of(value, has_texts=not _OF_SPANS.isdisjoint(_kinds(name))):
             yield f"{before}{name}", spans

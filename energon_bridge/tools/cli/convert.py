@@ -48,6 +48,7 @@ from energon_bridge.tools.convert.lists import (
     check_beside,
     check_media_meant,
     check_whole,
+    first_held_out,
     other_text,
     propose_layout,
     text_of_sounds,
@@ -182,6 +183,8 @@ def command(
     check_first_files(opened)
     of_rows = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
     layout = replace(_layout(opened, sample_type, fields, of_rows, asking=asking), preferred=preferred)
+    if not opened.split_parts and opened.kind not in _KEPT:
+        layout = replace(layout, held_out=first_held_out(first_rows(opened)))
     check_layout(layout)
     flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
     if opened.kind.startswith(_WITHOUT_TURNS) and (

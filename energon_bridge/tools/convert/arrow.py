@@ -232,12 +232,24 @@ def open_remote(where: str, root: str, files: Mapping[str, FileStamp], folder: s
 def parquet_files(path: Path) -> list[tuple[str, Path]]:
     """Return split part (empty without splits) and path of a parquet file, or of those below a folder.
 
-    Raises SourceError if names tell no clear split.
+    Raises SourceError if names tell no clear split, or a log of changes belongs to the files.
     """
     if path.is_file():
         return [("", path)]
+    for log, kind in (("_delta_log", "Delta"), (".hoodie", "Hudi"), ("metadata/*.metadata.json", "Iceberg")):
+        if next(path.rglob(log), None) is not None:
+            raise of_log(str(path), kind)
     names = [one.relative_to(path) for one in path.rglob("*.parquet") if one.is_file()]
     return [(part, path / name) for part, name in parts_of(names, str(path))]
+
+
+def of_log(where: str, kind: str) -> SourceError:
+    """Return the error for a table whose log says which of its parquet files count."""
+    return SourceError(
+        f"{where}: is a table of {kind}: its log says which of its parquet files are current, and others have rows "
+        "that were deleted or changed. Write the current rows as parquet files into another folder, by the library of "
+        f"{kind}."
+    )
 
 
 def parts_of(names: Iterable[PurePath], where: str) -> list[tuple[str, PurePath]]:

@@ -14,7 +14,15 @@ from typing import Any
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, is_base64, kind_by_head, kind_by_name
 from energon_bridge.models.conversations.places import by_place
-from energon_bridge.models.conversations.questions import chosen, filled, first_answer, is_unanswered, options_of
+from energon_bridge.models.conversations.questions import (
+    chosen,
+    filled,
+    first_answer,
+    is_unanswered,
+    options_of,
+    says_held_out,
+    split_column,
+)
 from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
@@ -405,6 +413,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
     row = by_options(row, layout)
+    _check_split(row, layout)
     if layout.sample_type == "MultiChoiceVQASample":
         return with_choice(row, layout)
     try:
@@ -438,6 +447,24 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     except SampleError as error:
         raise SourceError(f"{error}. {_REMEDY}") from error
     return replace(row, files=files)
+
+
+def held_out_by(row: Row) -> tuple[str, str] | None:
+    """Return the column by which a row says of which split it is, and what it says; None: it says nothing."""
+    column = split_column(row.values)
+    return (column, row.values[column]) if column is not None and isinstance(row.values[column], str) else None
+
+
+def _check_split(row: Row, layout: Layout) -> None:
+    """Raise SourceError for a row that says that it is held out among rows that are not, or the reverse."""
+    if layout.held_out is None or (said := held_out_by(row)) is None or said[0] in layout.fields.values():
+        return
+    if says_held_out(said[1]) is not layout.held_out:
+        others = "held out" if layout.held_out else "to be learned"
+        raise SourceError(
+            f"`{said[0]}` is {said[1]!r}, and other rows are {others}. Write the rows of each split into a list or "
+            f"table of their own; or take all rows alike, with --ignore {said[0]}."
+        )
 
 
 def _several(contents: Content | tuple[Content, ...]) -> tuple[Content, ...]:

@@ -32,6 +32,7 @@ from energon_bridge.models.conversations.questions import (
     columns_of,
     is_metadata,
     options_of,
+    says_held_out,
     short_text,
     template_columns,
     unknown_texts,
@@ -55,6 +56,7 @@ from energon_bridge.tools.convert.conversations import (
     as_source,
     conversation_row,
     file_columns,
+    held_out_by,
     is_conversation,
     known_form,
     learnable,
@@ -562,6 +564,12 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
 def _ask(texts: Sequence[Any]) -> bool:
     """Return whether most of some texts are questions."""
     return 2 * sum(isinstance(text, str) and text.rstrip().endswith("?") for text in texts) > len(texts)
+
+
+def first_held_out(rows: Sequence[Row]) -> bool | None:
+    """Return whether all first rows say that they are held out; None: none says of which split it is."""
+    said = [one for row in rows if (one := held_out_by(row)) is not None]
+    return all(says_held_out(split) for _, split in said) if said else None
 
 
 def answers_of(rows: Sequence[Row]) -> AnswersAs | None:

@@ -216,7 +216,8 @@ class Layout:
     (`jpg`), others after column and format. With `preferred`, only the preferred answers of an entry are taken.
     `ignored` columns are left out; `question` is the text of a question, with columns in braces, and `answers_as` says
     what answers to choices are. Rows that are read `in_place`, not converted, have their layout from a dataset.yaml,
-    others from flags.
+    others from flags. `held_out` is whether the first rows say that they are of validation or test data, and all must
+    say the same; None: they say nothing of it, or the names of files tell the splits.
     """
 
     sample_type: str
@@ -227,6 +228,7 @@ class Layout:
     question: str | None = None
     answers_as: AnswersAs | None = None
     in_place: bool = False
+    held_out: bool | None = None
 
     def naming(self, field: str, column: str = "COLUMN") -> str:
         """Return how to say from which column a field comes."""

@@ -26,6 +26,7 @@ import numpy as np
 from energon_bridge.core.errors import DecodeError, SourceError
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.av.media_file import import_av
+from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import BESIDE_PAIRS, CONVERSATIONS, PAIRS, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import FileRef, Layout, Row, Source, located, media_file
@@ -155,6 +156,8 @@ class SpeechSource(TableSource):
         begin = _seconds(entry, "offset")
         seconds = _seconds(entry, "duration")
         whole = begin is None
+        if whole and {*map(segment_meaning, entry)} & {"range", "begin"}:
+            seconds = None  # of that segment, to which training cuts the sound
         return SoundPart(file.path, file.extension if whole else "flac", begin or 0.0, seconds, whole)
 
     def propose(self) -> Layout:

@@ -8,9 +8,9 @@ The first of these that any file follows counts for all of them (`load_dataset` 
    digit.
 3. The file itself is called so.
 
-Files in folders whose names begin with `__`, and hidden ones, are never taken. What these rules would learn although a
-name says in another way that it is held out (`Test`, `testset`, a file `test.parquet` in the folder `train`) is an
-error.
+Files in folders whose names begin with `_` (Spark's `_temporary`), and hidden ones, are never taken. What these rules
+would learn although a name says in another way that it is held out (`Test`, `testset`, a file `test.parquet` in the
+folder `train`) is an error.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from energon_bridge.core.errors import SourceError
+from energon_bridge.models.conversations.questions import says_held_out as says_held_out
 
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -31,9 +32,6 @@ SPLIT_ORDER = ("train", "val", "test")
 
 _WORD = re.compile(rf"(?:^|(?<=[-._ 0-9]))({'|'.join(SPLIT_NAMES)})(?=[-._ 0-9]|$)")
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-_HELD_OUT = re.compile(
-    r"(?<![a-z])((test|eval|evaluation|val|valid|validation|dev)(s|set|data|split|ing)?|held[-_ ]?out|holdout)(?![a-z])"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class SplitFiles:
 def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
     """Return the split parts that the names of files below a folder tell; raises SourceError for doubtful ones."""
     names = sorted(names)
-    seen = [name for name in names if not any(part.startswith((".", "__")) for part in name.parts)]
+    seen = [name for name in names if not _is_hidden(name)]
     rules: tuple[Callable[[PurePath], set[str]], ...]
     rules = (_of_shard, lambda name: folder_splits(name.as_posix()), lambda name: _splits_in(name.name))
     by_rule = ({name: rule(name) for name in seen} for rule in rules)
@@ -65,6 +63,11 @@ def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
     called = named_parts({part for (part,) in parts.values()})
     files = [(called[part], name) for name, (part,) in parts.items()]
     return SplitFiles(files=sorted(files, key=lambda item: (*part_order(item[0]), item[1])), left_out=left_out)
+
+
+def _is_hidden(name: PurePath) -> bool:
+    """Return whether a file is none of the data: hidden, half-written, or about the others."""
+    return any(part.startswith(".") for part in name.parts) or any(part.startswith("_") for part in name.parts[:-1])
 
 
 def _check_clear(parts: Mapping[PurePath, set[str]], others: Sequence[PurePath], where: str) -> None:
@@ -101,12 +104,6 @@ def folder_split(name: str) -> tuple[str, int] | None:
         if splits := _splits_in(folder):
             return min(splits, key=SPLIT_ORDER.index), depth
     return None
-
-
-def says_held_out(name: PurePath | str) -> bool:
-    """Whether a path says, in whatever spelling, that something is for validation or tests."""
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
-    return _HELD_OUT.search(words) is not None
 
 
 def names_class(folder: str, others: Iterable[str]) -> bool:

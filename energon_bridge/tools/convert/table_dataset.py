@@ -49,10 +49,12 @@ from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.samples import sample_type_by_name
 from energon_bridge.core.storage import OpenFiles, Store, open_store
 from energon_bridge.core.storage.forks import PerProcess
+from energon_bridge.models.conversations.questions import says_held_out, split_column
 from energon_bridge.models.conversations.turns import CONVERSATIONS
 from energon_bridge.tools.convert.arrow import (
     ArrowSource,
     is_saved,
+    of_log,
     parquet_files,
     parts_of,
     row_of,
@@ -202,6 +204,8 @@ def open_tables(
     questions = [layout.answers_as] * (layout.answers_as is not None)
     content = json.dumps([_VERSION, "table", names, counts, sizes, [*chosen, *questions]], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
+    if "" in known and not layout.is_crude:  # those are named when they are cooked
+        _name_splits(columns, [group for of_file in groups for group in of_file], here)
     release_tables()  # that were looked at
     return TableDataset(
         path=here,
@@ -222,6 +226,24 @@ def open_tables(
         media_columns=source.columns,
         group_rows=max(group.num_rows if group.group >= 0 else 0 for of_file in groups for group in of_file),
     )
+
+
+def _name_splits(columns: Sequence[str], groups: Sequence[Group], here: str) -> None:
+    """Warn if rows say that they are of several splits, by the first and the last of their groups."""
+    column = split_column(columns)
+    if column is None or column not in groups[0].columns:
+        return
+    seen: set[str] = set()
+    for group in {id(one): one for one in (groups[0], groups[-1])}.values():
+        is_parquet = group.path.endswith(".parquet")
+        table = read_row_groups([group], (column,)) if is_parquet else table_of(group)[0]
+        seen.update(value for value in table.column(column).to_pylist() if isinstance(value, str))
+    if len({*map(says_held_out, seen)}) > 1:
+        _logger.warning(
+            "%s: the column `%s` says that rows are of several splits (%s), and all are taken, unless a filter leaves "
+            "them out, such as filter=\"%s == 'train'\"",
+            *(here, column, ", ".join(sorted(seen)[:5]), column),
+        )
 
 
 def table_parts(path: str | os.PathLike[str]) -> list[str]:
@@ -259,6 +281,8 @@ def _files(
             return here, store, saved_names(store)
         if is_table(here):
             store.check_root()  # says that neither is there
+        if any(store.exists(f"_delta_log/{name}") for name in ("_last_checkpoint", f"{0:020}.json")):
+            raise of_log(here, "Delta")
         parts = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")], here)
         return here, store, [(part, str(name)) for part, name in parts]
     local = Path(_local(path))

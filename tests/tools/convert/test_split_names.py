@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 from sources import convert, converted, members, meta, refused
 
-from energon_bridge import WorkerConfig, get_loader, get_val_dataset
+from energon_bridge import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.core.errors import SourceError, UnknownSplitError
+from energon_bridge.models.conversations.cooker import COOKERS
+from energon_bridge.tools.convert.rows import LOOKED_AT
 from energon_bridge.tools.convert.splits import split_files
 from energon_bridge.tools.convert.table_dataset import table_parts
 
@@ -226,3 +228,103 @@ def test_classes_may_have_the_word_of_a_split_in_their_names(names: tuple[str, .
 )
 def test_folders_of_a_held_out_part_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
     assert "seems to be held out" in refused(pictures(tmp_path / "in", *names), tmp_path / "out")
+
+
+# Columns that tell the split ------------------------------------------------------------------------------------------
+
+
+def talk(number: int, **beside: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": "a"}]
+    return {"messages": turns, **beside}
+
+
+@pytest.mark.parametrize("column", ["split", "Subset", "usage"])
+@pytest.mark.parametrize("held_out", ["test", "PrivateTest", "val2017", "dev"])
+@pytest.mark.parametrize("kind", ["list", "table", "texts"])
+def test_rows_that_say_that_they_are_held_out_stop_convert(
+    column: str, held_out: str, kind: str, tmp_path: Path
+) -> None:
+    splits = ["train", "restval", "train", held_out, "train"]
+    rows = [talk(number, **{column: split}) for number, split in enumerate(splits)]
+    source = tmp_path / ("rows.json" if kind == "list" else "rows.parquet")
+    if kind == "list":
+        source.write_text(json.dumps(rows))
+    else:
+        texts = {"text": [f"t{number}" for number in range(5)], column: splits}
+        parquet.write_table(arrow.Table.from_pylist(rows) if kind == "table" else arrow.table(texts), source)
+    message = refused(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    assert f"`{column}` is {held_out!r}, and other rows are to be learned." in message
+    skipping = convert(source, tmp_path / "without", "--split-ratio", "1,0,0", "--on-error", "skip")
+    assert "train: 4 samples" in skipping
+    assert "Skipped 1 sample:" in skipping
+    assert "train: 5 samples" in convert(source, tmp_path / "all", "--split-ratio", "1,0,0", "--ignore", column)
+
+
+def test_rows_that_are_all_held_out_are_converted(tmp_path: Path) -> None:
+    source = tmp_path / "rows.json"
+    source.write_text(json.dumps([talk(number, split="dev") for number in range(LOOKED_AT)]))
+    assert f"train: {LOOKED_AT:,} samples" in convert(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    source.write_text(
+        json.dumps([talk(number, split="dev" if number < LOOKED_AT else "train") for number in range(LOOKED_AT + 1)])
+    )
+    assert "`split` is 'train', and other rows are held out." in refused(source, tmp_path / "other")
+
+
+def test_files_that_are_split_by_their_names_may_say_so_in_a_column(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "test"):
+        parquet.write_table(arrow.table({"text": [split], "split": [split]}), folder / f"{split}.parquet")
+    assert parts_of(converted(folder, tmp_path / "out")) == {"train": 1, "test": 1}
+    source = tmp_path / "other.json"
+    source.write_text(json.dumps([talk(0, subset="math"), talk(1, split="train", set="contest")]))
+    assert "train: 2 samples" in convert(source, tmp_path / "two", "--split-ratio", "1,0,0")
+
+
+@pytest.mark.parametrize("form", ["texts", "conversations"])
+def test_tables_whose_rows_are_of_several_splits_are_named(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    splits = ["train", "train", "test"]
+    rows = [talk(number, split=split) for number, split in enumerate(splits)]
+    table = arrow.Table.from_pylist(rows) if form == "conversations" else arrow.table({"text": splits, "split": splits})
+    path = tmp_path / f"{form}.parquet"
+    parquet.write_table(table, path)
+    config = WorkerConfig(num_workers=0)
+    encoder = Conversations() if form == "conversations" else None
+    settings: dict[str, Any] = {"split_part": "train", "batch_size": None, "worker_config": config}
+    settings |= {"task_encoder": encoder} if encoder else {}
+    assert len(list(get_loader(get_val_dataset(path, **settings)))) == 3
+    assert caplog.text.count("several splits") == 1
+    assert "filter=\"split == 'train'\"" in caplog.text
+    assert len(list(get_loader(get_val_dataset(path, filter="split == 'train'", **settings)))) == 2
+
+
+class Conversations(DefaultTaskEncoder[Any, Any, Any, Any]):
+    cookers = COOKERS
+
+
+# Tables that are more than their files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("log", "of"),
+    [
+        ("_delta_log/00000000000000000000.json", "Delta"),
+        (".hoodie/hoodie.properties", "Hudi"),
+        ("metadata/v1.metadata.json", "Iceberg"),
+    ],
+)
+def test_tables_with_a_log_of_changes_are_refused(log: str, of: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", ("a", "b"))
+    (folder / log).parent.mkdir()
+    (folder / log).write_text("{}")
+    assert f"is a table of {of}: its log says" in refused(folder, tmp_path / "out")
+    with pytest.raises(SourceError, match=f"is a table of {of}: its log says"):
+        texts(folder, "train")
+
+
+def test_half_written_files_are_not_taken_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write(tmp_path / "data", ("part-0", "_temporary/0/part-1", "_spark_metadata/x"))
+    assert texts(folder, "train") == ["part-0"]
+    assert "2 of 3 parquet files are not taken, such as _spark_metadata/x.parquet" in caplog.text
