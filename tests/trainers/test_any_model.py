@@ -134,3 +134,28 @@ def test_losses_are_those_of_each_sample_alone(model_type: str) -> None:
     check_packing(model)
     packs = [encoder.pack_selected_samples(samples[:3]), encoder.pack_selected_samples(samples[3:])]
     assert summed(model, model_inputs(encoder.batch(packs), model)) == (pytest.approx(loss, rel=2e-6), count)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_packs_with_positions_on_a_canvas_need_the_configuration_of_their_model() -> None:
+    """Those of MiniCPM-V 4.7, here with full attention throughout, which keeps the samples of packs apart."""
+    with planned():
+        processor = tiny_processor("MiniCPMV4_7Processor")
+    config = tiny_model_config("minicpmv4_7", processor)
+    config.text_config.layer_types = ["full_attention"] * 2
+    model = tiny_model(config)
+    chat = ChatConfig(chat_template=template_of(processor), seq_length=60_000)
+    for known in (config, None):
+        encoder = ChatTemplateTaskEncoder.for_processor(processor, chat, model_config=known)
+        talks = [conversation(number, list(encoder.family.counts), processor) for number in (0, 1, 3)]
+        samples = [encoder.encode(sample) for sample, _ in talks]
+        wanted = [
+            alone(model, processor, text, sample, one) for (sample, text), one in zip(talks, samples, strict=True)
+        ]
+        pack = encoder.batch([encoder.pack_selected_samples(samples)])
+        if known is None:
+            with pytest.raises(ConfigurationError, match=r"target_sizes.*, but no mrope_position_ids"):
+                model_inputs(pack, model)
+        else:
+            loss, count = (sum(values) for values in zip(*wanted, strict=True))
+            assert summed(model, model_inputs(pack, model)) == (pytest.approx(loss, rel=2e-6), count)
