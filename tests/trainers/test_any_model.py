@@ -6,6 +6,7 @@ import os
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from processors import (
@@ -13,6 +14,7 @@ from processors import (
     ONE_QUESTION,
     called,
     conversation,
+    medium,
     planned,
     template_of,
     tiny_model,
@@ -102,6 +104,14 @@ def text_alone() -> tuple[ChatSample, str]:
     return ChatSample(__key__="text", messages=turns), text
 
 
+def module_of(model: Any, encoder: ChatTemplateTaskEncoder) -> VisionLanguageModule:
+    token = getattr(model.config, "image_token_id", None) or 0
+    bundle = ModelBundle(
+        model=model, tokenizer=encoder.tokenizer, image_processor=None, image_token_id=token, image_tokens=None
+    )
+    return VisionLanguageModule(bundle, RunConfig())
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", MODELS if LONG else SHORT)
 def test_losses_are_those_of_each_sample_alone(model_type: str) -> None:
@@ -121,11 +131,8 @@ def test_losses_are_those_of_each_sample_alone(model_type: str) -> None:
     # Before its first image, a text of MLlama attends to all images of its row alike, also to those that fill it up.
     close = 1e-4 if model_type == "mllama" else 2e-6
     assert summed(model, model_inputs(encoder.batch(samples), model)) == (pytest.approx(loss, rel=close), count)
-    bundle = ModelBundle(
-        model=model, tokenizer=encoder.tokenizer, image_processor=None, image_token_id=0, image_tokens=None
-    )
     with torch.no_grad():
-        losses, mask = VisionLanguageModule(bundle, RunConfig()).token_losses(encoder.batch(samples))
+        losses, mask = module_of(model, encoder).token_losses(encoder.batch(samples))
     assert (float((losses * mask).sum()), int(mask.sum())) == (pytest.approx(loss, rel=close), count)
     if (reason := REFUSED_PACKS.get(model_type)) is not None:
         with pytest.raises(ConfigurationError, match=reason):
@@ -134,3 +141,42 @@ def test_losses_are_those_of_each_sample_alone(model_type: str) -> None:
     check_packing(model)
     packs = [encoder.pack_selected_samples(samples[:3]), encoder.pack_selected_samples(samples[3:])]
     assert summed(model, model_inputs(encoder.batch(packs), model)) == (pytest.approx(loss, rel=2e-6), count)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_packs_with_positions_on_a_canvas_need_the_configuration_of_their_model() -> None:
+    """Those of MiniCPM-V 4.7, here with full attention throughout, which keeps the samples of packs apart."""
+    with planned():
+        processor = tiny_processor("MiniCPMV4_7Processor")
+    config = tiny_model_config("minicpmv4_7", processor)
+    config.text_config.layer_types = ["full_attention"] * 2
+    model = tiny_model(config)
+    chat = ChatConfig(chat_template=template_of(processor), seq_length=60_000)
+    for known in (config, None):
+        encoder = ChatTemplateTaskEncoder.for_processor(processor, chat, model_config=known)
+        talks = [conversation(number, list(encoder.family.counts), processor) for number in (0, 1, 3)]
+        samples = [encoder.encode(sample) for sample, _ in talks]
+        wanted = [
+            alone(model, processor, text, sample, one) for (sample, text), one in zip(talks, samples, strict=True)
+        ]
+        pack = encoder.batch([encoder.pack_selected_samples(samples)])
+        if known is None:
+            with pytest.raises(ConfigurationError, match=r"target_sizes.*, but no mrope_position_ids"):
+                model_inputs(pack, model)
+        else:
+            loss, count = (sum(values) for values in zip(*wanted, strict=True))
+            assert summed(model, model_inputs(pack, model)) == (pytest.approx(loss, rel=2e-6), count)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_prompts_of_several_lengths_see_their_own_images() -> None:
+    """What MLlama gets of images for each token moves with the tokens, to the right."""
+    processor, model, encoder = made("mllama")
+    module = module_of(model, encoder)
+    samples = []
+    for number, question in enumerate(("<image>a?", "<image>what is it that one may see in here?")):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "A line."}]
+        picture = medium("image", np.random.default_rng(number), processor)
+        samples.append(encoder.encode(ChatSample(__key__=question, messages=turns, images=[picture])))
+    alone = [module.predict(encoder.batch([sample]))[0].generated for sample in samples]
+    assert [one.generated for one in module.predict(encoder.batch(samples))] == alone

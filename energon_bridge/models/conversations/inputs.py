@@ -88,7 +88,7 @@ def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Input
         types = token_types(batch.tokens, model)
     if types is not None:
         inputs["mm_token_type_ids"] = types
-    _check_positions(batch, inputs, mrope=mrope, known=model is not None)
+    _check_positions(batch, inputs, model, mrope=mrope)
     return _with_labels(batch, inputs) if labels else inputs
 
 
@@ -229,18 +229,22 @@ def _of_bridge(batch: Mapping[str, Any]) -> Any:
     )
 
 
-def _check_positions(batch: Any, inputs: Inputs, *, mrope: bool, known: bool) -> None:
+def _check_positions(batch: Any, inputs: Inputs, model: Any, *, mrope: bool) -> None:
     """Raise where a model would take plain positions for images, which it has on a grid."""
     grids = sorted(name for name in inputs if name.endswith("_grid_thw"))
+    if hasattr(getattr(unwrapped(model), "model", None), "get_rope_index"):  # MiniCPM-V 4.7 has it of sizes, 4.6 not
+        sizes = sorted(name for name in inputs if name.startswith("target_sizes"))
+        grids += sizes
+        mrope = mrope or bool(sizes)
     if not grids or batch.mrope_position_ids is not None:
         return
     if batch.cu_seqlens is not None and mrope:
         raise ConfigurationError(
             f"the packs have {', '.join(grids)}, but no mrope_position_ids: the model would train on wrong positions. "
-            "ChatTemplateTaskEncoder makes them, and MultiModalTaskEncoder without image_tokens_per_image; or train "
-            "unpacked (without packing_buffer_size)"
+            "ChatTemplateTaskEncoder makes them (for_processor: if it has the model_config), and MultiModalTaskEncoder "
+            "without image_tokens_per_image; or train unpacked (without packing_buffer_size)"
         )
-    if not known and "mm_token_type_ids" not in inputs:
+    if model is None and "mm_token_type_ids" not in inputs:
         raise ConfigurationError(
             f"the batch has {', '.join(grids)}, but neither mrope_position_ids nor mm_token_type_ids, so a model with "
             "positions on three axes would take wrong ones: pass the model, model_inputs(batch, model)"
