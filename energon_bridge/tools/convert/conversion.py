@@ -154,6 +154,10 @@ def _make_shards(
             yield shard, made
 
 
+_BACKSLASH = "\\"
+_SLASHES = ", with / between folders and no drive"
+
+
 def check_first_files(source: Source) -> None:
     """Raise SourceError if none of the files that the first rows name exists; it suggests where they may be."""
     contents = [content for row in first_rows(source) for content in contents_of(row)]  # bytes too
@@ -180,10 +184,6 @@ def check_first_files(source: Source) -> None:
         f"{source.where}: none of the {len(missing)} files named in the first rows exists, such as {first}.{hint} "
         f"Paths are relative to --media{_SLASHES if _BACKSLASH in str(first) else ''}."
     )
-
-
-_BACKSLASH = "\\"
-_SLASHES = ", with / between folders and no drive"
 
 
 def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: ShardJob) -> tuple[bool, list[str]] | None:
