@@ -225,7 +225,7 @@ _REFUSED = "refused"
 _MEANING = {
     "ours": "`{target}`",
     "adapter": _AS_THERE,
-    "value": "{target}",
+    "value": _AS_THERE,
     "state": "{advice}",
     "refused": _REFUSED,
     "type variable": _AS_THERE,
@@ -233,10 +233,10 @@ _MEANING = {
 
 
 def render() -> str:
-    """Return in Markdown a table of what is known here by another name or as a value, and a list of what is refused.
+    """Return in Markdown a table of what is known here by another name, and a list of what is refused.
 
-    Names that mean the same are in a row, with modules where they differ. Left out are names of our own, adapters and
-    type variables, which programs use as they did; what takes the place of a refused name, its error says.
+    Names that mean the same are in a row, with modules where they differ. Left out are names of our own, adapters,
+    values and type variables, which programs use as they did; the error of a refused name says what takes its place.
     """
     meanings: dict[str, dict[str, str]] = {}
     for module, names in modules().items():
