@@ -520,7 +520,7 @@ def test_the_dataloader_of_trainers_passes_it_on(data: Path) -> None:
 
 def test_masked_microbatches_must_be_allowed_on_several_ranks(data: Path) -> None:
     _, second = loaders(train_dataset(data / "text", batch_size=2), 2)
-    with pytest.raises(MaskedMicrobatchesError, match="fewer samples come again than the run has ranks .2."):
+    with pytest.raises(MaskedMicrobatchesError, match=r"fewer samples come again than the run has ranks .2."):
         EnergonDataloader(second)
     assert len(keys_of(next(EnergonDataloader(second, masked_microbatches="allow")))) == 2
 
