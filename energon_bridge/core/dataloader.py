@@ -333,9 +333,17 @@ class EnergonDataloader(NotForDataLoader):
         """Raise if a training loader would deliver masked microbatches and they are not allowed."""
         # Validation pads its last step on any number of ranks, so its loops must use the mask anyway.
         ownership = getattr(self.loader, "ownership", None)
-        if self.masked_microbatches == "allow" or ownership is None or ownership.even or not self.endless:
+        if self.masked_microbatches == "allow" or ownership is None or not self.endless:
             return
         ranks = ownership.world_size
+        if ranks > 1 and getattr(self.loader, "keeps_until_done", False):
+            raise MaskedMicrobatchesError(
+                f"keep_until_done: where fewer samples come again than the run has ranks ({ranks}), some ranks get a "
+                "masked microbatch: rows with __valid__ all false and loss_mask 0. Leave such rows out of what is "
+                "learned, and pass masked_microbatches='allow'"
+            )
+        if ownership.even:
+            return
         lanes = ownership.num_lanes
         raise MaskedMicrobatchesError(
             f"{ranks} data-parallel ranks do not divide the {lanes} lanes of this run (num_lanes, fixed when it "

@@ -14,6 +14,7 @@ import torch
 import torch._dynamo  # optimizers import it: once here, not in every process that is forked
 from forked import become_rank, free_port, run_forked
 from paths import EXAMPLES
+from titan import stand_in
 from transformers import CLIPImageProcessorPil, LlavaForConditionalGeneration  # noqa: F401  - for the same reason
 
 from energon_bridge.tools.testing import create_captioning_test_dataset
@@ -91,3 +92,22 @@ def test_moving_over_begins_at_the_step(tmp_path: Path) -> None:
     start, later, far = run_forked(1, keys)[0]
     assert start[2] == later[0]
     assert [len(row) for row in far] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["nemo_rl_sft", "megatron_bridge", "torchtitan_loader"])
+@pytest.mark.filterwarnings("ignore:.*torch.distributed is", "ignore:.*assuming the intent", "ignore:.*TypedStorage")
+def test_a_recipe_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Of other trainers, in their manner: over the end of an epoch, with the losses of a run that was not stopped."""
+    stand_in(monkeypatch)
+    data = create_captioning_test_dataset(tmp_path / "captions", num_train=10, num_val=2)
+
+    def train(folder: str, steps: int, *options: str) -> list[float]:
+        arguments = ["--data", str(data), "--output", str(tmp_path / folder), "--max-steps", str(steps)]
+        losses: list[float] = run_forked(1, lambda _: load(name).main([*arguments, *options]))[0]
+        return losses
+
+    whole = train("whole", 7)
+    assert len({*whole}) == 7
+    assert whole[-1] < whole[0]
+    assert train("run", 3) == whole[:3]
+    assert train("run", 7, "--resume") == whole[3:]

@@ -97,6 +97,10 @@ _SHARE = re.compile(r"(\d{1,2000}(/0*[1-9]\d{0,2000})?)?", re.ASCII)
 _SUBSET = re.compile(r"(\d{1,15}):(\d{1,15})( where .{1,9000})?", re.ASCII | re.DOTALL)
 
 
+COUNTED = ("out", "done", "again", "dropped")
+"""What is counted of samples that a loader keeps until they are done; the first follows from their rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedOut:
     """Samples that were delivered and are not done, of some ranks (`outstanding.py`).

@@ -12,6 +12,7 @@ microbatch of a row of another.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -21,7 +22,7 @@ import torch
 
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, MissingRankError, WrongUseError
-from energon_bridge.core.loader.document import SavedOut, SavedRun
+from energon_bridge.core.loader.document import COUNTED, SavedOut, SavedRun
 from energon_bridge.core.loader.ranks import gathered
 from energon_bridge.core.loader.run_data import RunData
 from energon_bridge.core.order.changes import LeafBans
@@ -43,11 +44,13 @@ from energon_bridge.core.stream.state import (
     read_keys,
 )
 
+logger = logging.getLogger(__name__)
+
 _SAMPLES = COUNTERS.index("samples")
 _BANNED = COUNTERS.index("banned")
 _ENCODED_AGAIN = COLUMNS.index("encoded_again")
-COUNTED = ("done", "again", "dropped")
-"""What is counted of samples that were out."""
+_MANY = 100_000
+"""Samples out, and none ever done, from which on a warning comes."""
 
 
 class Out(NamedTuple):
@@ -103,7 +106,8 @@ class Outstanding:
         self._group = group
         self.out: dict[SampleKey, Out] = {}
         self.due: deque[Step] = deque()
-        self.counts = [0] * len(COUNTED)
+        self.counts = [0] * (len(COUNTED) - 1)
+        self._has_said_many = False
 
     @property
     def alone(self) -> bool:
@@ -122,11 +126,11 @@ class Outstanding:
         """Forget all of them."""
         self.out.clear()
         self.due.clear()
-        self.counts = [0] * len(COUNTED)
+        self.counts = [0] * (len(COUNTED) - 1)
 
     def metrics(self) -> dict[str, float]:
         """Return how many are out, and the counts, by name."""
-        counted = zip(("out", *COUNTED), (len(self.out), *self.counts), strict=True)
+        counted = zip(COUNTED, (len(self.out), *self.counts), strict=True)
         return {f"until_done/{name}": count for name, count in counted}
 
     def deliver(self, batch: Any, number: int, microbatch: int) -> None:
@@ -149,6 +153,13 @@ class Outstanding:
             before = self.out.get(sample)
             left = self._repeats if before is None else before.left + self._repeats
             self.out[sample] = Out(number, microbatch * self._rows + row, left)
+        if len(self.out) > _MANY and not any(self.counts) and not self._has_said_many:
+            self._has_said_many = True
+            logger.warning(
+                "rank %d: %d samples were delivered, and none is done: the state keeps them all. Call loader.done with "
+                "their __restore_key__, or leave out keep_until_done",
+                *(self._rank, len(self.out)),
+            )
 
     # What the trainer says -------------------------------------------------------------------------------------------
 
@@ -171,14 +182,20 @@ class Outstanding:
     def again(self, keys: Any, *, ignore_unknown: bool) -> None:
         """Let samples come again; all ranks must call it together."""
         due = {key for step in self.due for key in step.own if key in self.out}
-        new = self._known("again", keys, ignore_unknown).keys() - due
-        what = "again: the ranks share out what comes again"
+        new: set[SampleKey] = set()
+        wrong = ""
+        try:
+            new = self._known("again", keys, ignore_unknown).keys() - due
+        except WrongUseError as error:  # raised when the other ranks know, which would wait for this one
+            wrong = str(error)
         mine = {key: self.out[key] for key in due | new}
-        shares = gathered(what, mine, self._ranks, self._group)
+        told = gathered("again: the ranks share out what comes again", (wrong, mine), self._ranks, self._group)
+        if wrong := next((wrong for wrong, _ in told if wrong), ""):
+            raise WrongUseError(wrong)
         for key in mine:
             del self.out[key]
         self.counts[1] += len(new)
-        self._deal(shares)
+        self._deal([share for _, share in told])
 
     def _known(self, name: str, keys: Any, ignore_unknown: bool) -> Counter[SampleKey]:
         """Return the samples of some keys that are out, each with how often it is given; check all of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from energon_bridge.core.loader.document import SavedRun, State, leaf_rows, read
+from energon_bridge.core.loader.document import COUNTED, SavedRun, State, leaf_rows, read
 from energon_bridge.core.loader.fits import diff_leaves
 from energon_bridge.core.stream.state import COUNTERS
 
@@ -33,6 +33,7 @@ def _summary(document: State, saved: SavedRun) -> State:
         "epoch_steps": document["epoch_steps"],
         "draws": sum(lane.draw for lane in lanes.values()) if endless else None,
         "held": sum(len(lane.held.rows) for lane in lanes.values()),
+        "out": None if saved.out is None else dict(zip(COUNTED, (len(saved.out.rows), *saved.out.counts), strict=True)),
         "totals": {name: sum(row[name] for row in rows) for name in COUNTERS},
         "missing_lanes": missing,
         "settings": dict(document["settings"]),

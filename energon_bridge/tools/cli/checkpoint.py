@@ -52,6 +52,9 @@ def command() -> None:
     """
 
 
+_OUT = {"out": "delivered and not done", "done": "done", "again": "came again", "dropped": "given up"}
+
+
 @command.command("show")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -122,6 +125,9 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
             "stands at",
             f"microbatch {summary['microbatches']:,} of a pass, after {summary['epoch']:,} whole passes",
         )
+    if (out := summary["out"]) is not None:
+        counted = (f"{out[name]:,} {said}" for name, said in _OUT.items())
+        yield "until done", ", ".join(counted)
     if summary["epoch_steps"]:
         yield "virtual epoch", f"{summary['epoch_steps']:,} steps"
     if states > 1:

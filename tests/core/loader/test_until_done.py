@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import answer, output_of
 from engine import (
     ENCODERS,
     InProcessLoader,
@@ -29,11 +30,13 @@ from mixing import metadataset
 from energon_bridge import DefaultTaskEncoder, EnergonDataloader, SkipSample, get_savable_loader, get_val_dataset
 from energon_bridge.core.errors import (
     ConfigurationError,
+    MaskedMicrobatchesError,
     MissingRankError,
     SettingMismatchError,
     StateFormatError,
     WrongUseError,
 )
+from energon_bridge.core.loader import outstanding
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.document import decode_column, encode_column, sign
 from energon_bridge.core.loader.fits import merge
@@ -515,6 +518,13 @@ def test_the_dataloader_of_trainers_passes_it_on(data: Path) -> None:
     assert loader.metrics()["until_done/out"] == 2
 
 
+def test_masked_microbatches_must_be_allowed_on_several_ranks(data: Path) -> None:
+    _, second = loaders(train_dataset(data / "text", batch_size=2), 2)
+    with pytest.raises(MaskedMicrobatchesError, match=r"fewer samples come again than the run has ranks .2."):
+        EnergonDataloader(second)
+    assert len(keys_of(next(EnergonDataloader(second, masked_microbatches="allow")))) == 2
+
+
 def test_an_older_iterator_does_not_bring_back_what_was_delivered_since(data: Path) -> None:
     loader = EnergonDataloader(one(train_dataset(data / "text", batch_size=2, repeat=False)), cycle=True)
     older = iter(loader)
@@ -590,3 +600,46 @@ def test_a_state_keeps_a_few_bytes_of_each(data: Path) -> None:
     list(islice(loader, 500))
     assert len(loader.outstanding) == 1000
     assert (len(json.dumps(loader.save_state_rank())) - empty) / 1000 < 8
+
+
+def test_show_counts_what_is_out(data: Path, tmp_path: Path) -> None:
+    loader = one(train_dataset(data / "text", batch_size=2))
+    keys = [key for batch in islice(loader, 3) for key in keys_of(batch)]
+    loader.done(keys[:2])
+    loader.drop(keys[2])
+    loader.again(keys[3])
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    assert answer("checkpoint", "show", tmp_path / "state.json")["out"] == {
+        "out": 3,
+        "done": 2,
+        "again": 1,
+        "dropped": 1,
+    }
+    said = output_of("checkpoint", "show", tmp_path / "state.json")
+    assert "until done: 3 delivered and not done, 2 done, 1 came again, 1 given up" in said
+
+
+def test_a_program_that_never_says_what_is_done_is_told_once(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outstanding, "_MANY", 10)
+    loader = one(train_dataset(data / "text", batch_size=2))
+    list(islice(loader, 9))
+    assert [record.getMessage()[:50] for record in caplog.records if "none is done" in record.getMessage()] == [
+        "rank 0: 12 samples were delivered, and none is don"
+    ]
+
+
+def test_a_wrong_key_on_one_rank_is_an_error_on_all(data: Path) -> None:
+    """None of them waits for the others."""
+    dataset = train_dataset(data / "text", batch_size=2)
+
+    def run(rank: int) -> Any:
+        loader = get_savable_loader(dataset, worker_config=config_of(2, 0, rank), keep_until_done=True)
+        key = keys_of(next(iter(loader)))[0]
+        with pytest.raises(WrongUseError, match=r"again: .*9, 9. is not out on rank 1"):
+            loader.again([key, (key[0], 1, 9, 9)] if rank else [key])
+        loader.again([key])
+        return keys_of(next(iter(loader))) == [key]
+
+    assert on_gloo(2, run) == [True, True]

@@ -266,26 +266,27 @@ def kinds_of_data(root: Path) -> dict[str, Path]:
     return {"texts": found["TextSample"], "packs": found["TextSample"], "pictures": found["CaptioningSample"]}
 
 
-def test_memory_is_that_of_a_run(tmp_path: Path) -> None:
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
+
+
+@pytest.mark.parametrize("workers", [0, 2, 8] if LONG else [2])
+@pytest.mark.parametrize("kind", SETTINGS if LONG else ["packs"])
+def test_memory_is_that_of_a_run(tmp_path: Path, kind: str, workers: int) -> None:
     """By `bench` and `plan`, beside what all processes of a run of 2,000 steps have: within 20 %."""
     (tmp_path / "memory_encoders.py").write_text(ENCODERS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    long = bool(os.environ.get("ENERGON_LONG_TESTS"))
-    data = kinds_of_data(tmp_path)
+    data = kinds_of_data(tmp_path)[kind]
 
     def ask(*command: object) -> str:
         words = [sys.executable, *map(str, command)]
         return subprocess.run(words, env=environment, check=True, capture_output=True, text=True).stdout
 
     energon = ("-c", "from energon_bridge.tools.cli.main import main; main()")
-    for kind in SETTINGS if long else ["packs"]:
-        flags = [word for name, value in SETTINGS[kind].items() for word in (f"--{name.replace('_', '-')}", value)]
-        for workers in (0, 2, 8) if long else [2]:
-            seconds = 2 if long else 1
-            more = ("--num-workers", workers, "--seconds", seconds, "--encoder", f"memory_encoders:{kind}", "--json")
-            (tmp_path / "bench.json").write_text(ask(*energon, "bench", data[kind], *flags, *more))
-            plan = ("plan", data[kind], "--steps", 2000, *flags[:2], "--num-workers", workers, "--json")
-            needs = json.loads(ask(*energon, *plan, "--bench", tmp_path / "bench.json", "--step-seconds", 1))["needs"]
-            run = int(ask("-c", RUN, kind, data[kind], workers, json.dumps(SETTINGS[kind])))
-            assert needs["memory"] == pytest.approx(run, rel=0.2), (kind, workers)
-            assert (needs["worker_memory"] > 0) == (workers > 0)
+    flags = [word for name, value in SETTINGS[kind].items() for word in (f"--{name.replace('_', '-')}", value)]
+    more = ("--num-workers", workers, "--seconds", 1, "--encoder", f"memory_encoders:{kind}", "--json")
+    (tmp_path / "bench.json").write_text(ask(*energon, "bench", data, *flags, *more))
+    plan = ("plan", data, "--steps", 2000, *flags[:2], "--num-workers", workers, "--json")
+    needs = json.loads(ask(*energon, *plan, "--bench", tmp_path / "bench.json", "--step-seconds", 1))["needs"]
+    run = int(ask("-c", RUN, kind, data, workers, json.dumps(SETTINGS[kind])))
+    assert needs["memory"] == pytest.approx(run, rel=0.2)
+    assert (needs["worker_memory"] > 0) == (workers > 0)
