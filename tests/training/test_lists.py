@@ -486,6 +486,12 @@ FORMS: dict[str, tuple[Any, str, str]] = {
         "|system Be brief |user a |assistant red",
         f"red{END}",
     ),
+    "a system message": (talk("a", system_message="Be brief"), "|system Be brief |user a |assistant red", f"red{END}"),
+    "a system instruction": (
+        {"system_instruction": "Be very brief now", "question": "a", "answer": "red"},
+        "|system Be very brief now |user a |assistant red",
+        f"red{END}",
+    ),
     "functions": (talk("a", functions=[ZOOM]), f"|system <tools> {ZOOMS} </tools> |user a |assistant red", f"red{END}"),
     "functions as text": (
         {"functions": json.dumps([ZOOM]), "query": "a", "response": "red"},

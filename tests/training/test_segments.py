@@ -208,6 +208,7 @@ NO_SPANS: list[dict[str, Any]] = [
     {"answer_span": [1, 2], "scores": [0.1, 0.7], "ratings": [3, 5], "char_start": 3, "char_end": 9},
     {"start": None, "end": None, "clip": "", "offset": 0, "span": "first half", "years": "1990-1995"},
     {"image_sizes": [[24, 32]], "versions": [1, 2], "start_page": 3, "end_page": 9, "min_frames": 4, "max_frames": 8},
+    {"speakers": [1, 3], "categories": [2, 7], "gps": [12.5, 45.5], "topic": [1, 4], "wh": [320, 480]},
     {"points": [[1, 2], [3, 4]], "video_metadata": {"frames_indices": [0, 30], "fps": 25}, "info": '{"id": [1]}'},
 ]
 SAYS_TIMES = talk("<video>When does it turn red?", {"role": "assistant", "content": "From 0.8 to 1.6 seconds."})

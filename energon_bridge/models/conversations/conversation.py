@@ -37,6 +37,7 @@ from energon_bridge.models.conversations.turns import (
     FLAGS,
     MAPPING,
     ROLES,
+    SYSTEMS,
     WEIGHTS,
     Medium,
     av_medium_by_name,
@@ -511,7 +512,7 @@ def turn_holder(sample: Any) -> Any:
             return {"messages": holder}
         if holder is not sample and isinstance(holder, MAPPING) and (turns := read_turns(holder)) is not None:
             is_pair = all(holder.get(name) is None for name in _TURNS)
-            return {**holder, "messages": turns, "system": None, "system_prompt": None} if is_pair else holder
+            return {**holder, "messages": turns, **dict.fromkeys(SYSTEMS)} if is_pair else holder
         if holder is not None and any(_value(holder, name) is not None for name in _TURNS):
             return holder
     return None

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from energon_bridge.core.errors import SampleError
 from energon_bridge.models.conversations.places import Medium
-from energon_bridge.models.conversations.questions import texts_in
+from energon_bridge.models.conversations.questions import is_metadata, texts_in
 
 _Span = tuple[float, float]
 
@@ -37,7 +37,13 @@ _RANGES = (
 )
 _NAMES = ("timestamp", "timestamps", "moment", "span", "segment")
 """Ranges whose text may be a date, or the name of a part of the set."""
-_ENDS = {"start": ("end", "stop", "finish"), "begin": ("end", "stop", "finish"), "from": ("to",), "onset": ("end",)}
+_ENDS = {
+    "start": ("end", "stop", "finish"),
+    "begin": ("end", "stop", "finish"),
+    "from": ("to",),
+    "onset": ("end",),
+    "seek": ("to",),
+}
 _BEGINS = (*_ENDS, "offset")
 _ALL_ENDS = ("end", "stop", "finish", "to")
 _ONLY_BESIDE = ("stop", "finish", "to")
@@ -95,6 +101,7 @@ _OF_OTHERS = frozenset(
         *("year", "date", "day", "month", "version", "lat", "lon", "rank", "level", "weight", "channel", "answer"),
         *("option", "choice", "rating", "vote", "volume", "price", "temperature", "byte", "row", "column", "layer"),
         *("prob", "logprob", "embedding", "vector", "feature", "scale", "crop", "age", "speed", "split", "name"),
+        *("wh", "hw", "gps", "geo", "latlon", "lonlat", "latlong", "lng", "long"),
     )
 )
 """Words of names of pairs of numbers that are no times."""
@@ -346,13 +353,20 @@ def _spans(entry: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, li
         if isinstance(value, str) and value[:1] in ("[", "{") and len(value) < _LONGEST_TEXT:
             with suppress(ValueError, RecursionError):
                 value = json.loads(value)
-        if spans := _spans_of(value, has_texts=not _OF_SPANS.isdisjoint(_kinds(name))):
-            yield f"{before}{name}", spans
+        is_named = not _OF_SPANS.isdisjoint(_kinds(name))
+        if spans := _spans_of(value, has_texts=is_named):
+            if is_named or not (is_metadata(name) or _are_ids(name, value)):
+                yield f"{before}{name}", spans
         elif before.count(".") < 3 and _is_nested(value):
             inner = [value] if isinstance(value, Mapping) else value
             if isinstance(value, Mapping) or not any(re.search(r"[^\W\d]", text) for text in texts_in(value)):
                 for one in inner[:3]:
                     yield from _spans(one, f"{before}{name}.")
+
+
+def _are_ids(name: str, value: Any) -> bool:
+    """Return whether two numbers seem to be some of a list: `speakers: [1, 3]`."""
+    return name.lower().endswith("s") and isinstance(value, list | tuple) and all(isinstance(one, int) for one in value)
 
 
 def _is_nested(value: Any) -> bool:

@@ -56,11 +56,13 @@ PAIRS = (
     *(("query", "answer"), ("problem", "solution"), ("problem", "answer"), ("q", "a")),
     *(("instruction", "outputs"), ("inputs", "outputs"), ("inputs", "targets")),
 )
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
+"""Columns of the system prompt beside turns or a pair."""
 BESIDE_PAIRS = ("input", "history", "system", "tools")
 """Columns that belong to a pair without being part of its question (`questions` has those)."""
 KNOWN_BESIDE = frozenset(
     (
-        *(*BESIDE_PAIRS, "inputs", "system_prompt", "functions", "objects", "files", "kto_tag", "label"),
+        *(*BESIDE_PAIRS, *SYSTEMS, "inputs", "functions", "objects", "files", "kto_tag", "label"),
         *("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images"),
         *(f"{kind}{ending}" for kind in ("image", "img", "video", "audio", "sound") for ending in ("", "s")),
     )
@@ -377,7 +379,7 @@ def has_empty_answer(entry: Mapping[str, Any]) -> bool:
 
 def system_prompt(entry: Mapping[str, Any]) -> Any:
     """Return the system prompt beside the turns or the pair of an entry."""
-    return entry.get("system") or entry.get("system_prompt") or None
+    return next((entry[name] for name in SYSTEMS if entry.get(name)), None)
 
 
 def read_tools(entry: Mapping[str, Any]) -> list[Any] | None:

@@ -26,6 +26,7 @@ from energon_bridge.models.conversations.questions import (
 from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
+    SYSTEMS,
     Medium,
     check_places,
     check_turns,
@@ -379,7 +380,7 @@ def by_options(row: Row, layout: Layout) -> Row:
         with as_source():
             if layout.question is not None:
                 question, right, letter = filled(layout.question, values, pair, layout.answers_as)
-                entry = {name: values[name] for name in ("system", "system_prompt", "history") if name in values}
+                entry = {name: values[name] for name in (*SYSTEMS, "history") if name in values}
                 entry |= {"question": question, "answer": letter or first_answer(values[right]) or str(values[right])}
             values["messages"] = read_turns(entry, layout.answers_as)
             values = {name: value for name, value in values.items() if name not in not_in_turns(values)}
