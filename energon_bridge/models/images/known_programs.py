@@ -116,8 +116,9 @@ def pixelwise(image: Picture, side: int) -> Part:
 
 def plain(p: Settings, image: Picture, colour: Colour | None = None) -> Drawing:
     """Scale, crop, rescale, normalise; with a colour, pad to a square first."""
-    if p.do_pad and colour is None:
-        raise UndrawnError("it pads")
+    written = next((kind for kind in type(p.processor).__mro__ if "_preprocess" in vars(kind)), object)
+    if colour is None and (p.do_pad or _short(written) not in PROGRAMS):
+        raise UndrawnError("it pads" if p.do_pad else "its class has a way of its own that no program draws")
     image = _finished(p, image if colour is None else image.squared(colour))
     return Drawing(pixels={"pixel_values": whole(image)})
 
@@ -633,7 +634,11 @@ PROGRAMS: Mapping[str, Draw] = MappingProxyType(
 """What a class of processors draws, by its name without `ImageProcessor` and `ImageProcessorPil`."""
 
 
+def _short(kind: type) -> str:
+    return kind.__name__.removesuffix("Pil").removesuffix("ImageProcessor")
+
+
 def draw_of(processor: Any) -> Draw | None:
     """Return what the nearest known class of a processor draws; None if there is none."""
-    names = (kind.__name__.removesuffix("Pil").removesuffix("ImageProcessor") for kind in type(processor).__mro__)
+    names = map(_short, type(processor).__mro__)
     return next((PROGRAMS[name] for name in names if name in PROGRAMS), None)
