@@ -2,7 +2,8 @@
 
 A sample is planned from the sizes of its media alone: the text that the processor writes for a medium depends on its
 size only. Before a sample is delivered, the processor itself is called with its text and media, and what it returns is
-what the model gets; native pixels stand in for its image processor (`images/native.py`). Its tokens must be the planned ones, or the sample is refused: nothing differs in silence.
+what the model gets; native pixels stand in for its image processor (`images/native.py`). Its tokens must be the planned
+ones, or the sample is refused: nothing differs in silence.
 
 What is written for a medium is learned when the family is made, from blank media of several sizes: see
 `processor_plans.py`, and `processor_calls.py` for the calls. `known_processors.py` has what cannot be learned, by the
