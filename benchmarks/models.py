@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 4": ("Llama4Processor", {}),
     "Kimi K2.5": ("Kimi_K25Processor", {}),
     "GLM-4.6V": ("Glm46VProcessor", {}),
-    "Gemma 4": ("Gemma4Processor", {}),
+    "Ovis 2": ("Ovis2Processor", {}),
 }
 """Models, each with the class of its processor and what its own files say of images beside the defaults."""
 
