@@ -274,6 +274,7 @@ class ProcessorFamily:
         out: Mapping[str, Any] | None = None
         if self.replays:
             told = copy(self.calls.timed(videos))
+            told._check_special_mm_tokens = _compared_below
             if not (videos or sounds or self.options):  # else, what is given differs from sample to sample
                 told._merge_kwargs = self._merged
             with suppress(Exception):  # the processor itself says what is wrong
@@ -357,6 +358,10 @@ class ProcessorFamily:
     def positions(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:
         """Return the model's own positions on three axes, int64 (3, tokens); None if it has one axis."""
         return None if self.own_positions is None else self.own_positions.of_sample(tokens, types, visual)
+
+
+def _compared_below(*args: Any, **kwargs: Any) -> None:
+    """Count no tokens, one Python number after the other: all of them are compared with the planned ones."""
 
 
 def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | None:
