@@ -2,7 +2,7 @@
 
     resume   texts: bytes of a state and the time to the first batch, after 10^3, 10^6 and 10^9 samples
     memory   texts: host memory of all processes over a run
-    models   conversations about photographs, up to the tensors of five models
+    models   conversations about photographs, up to the tensors of twelve models
     images   CPU of an image in a batch, beside decoding it with the loader's own decoder
 
 Every measurement is a fresh process, libraries in turns; times are the least of the repetitions, CPU is that of all

@@ -35,6 +35,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 3": ("Gemma3Processor", {"size": {"height": 896, "width": 896}}),
     "InternVL 3": ("InternVLProcessor", {"size": {"height": 448, "width": 448}}),
+    "Idefics 3": ("Idefics3Processor", {"size": {"longest_edge": 1456}}),
+    "Pixtral": ("PixtralProcessor", {}),
+    "LLaVA-OneVision": ("LlavaOnevisionProcessor", {}),
+    "Llama 4": ("Llama4Processor", {}),
+    "Kimi K2.5": ("Kimi_K25Processor", {}),
+    "GLM-4.6V": ("Glm46VProcessor", {}),
+    "Ovis 2": ("Ovis2Processor", {}),
 }
 """Models, each with the class of its processor and what its own files say of images beside the defaults."""
 

@@ -42,18 +42,17 @@ from text_models import KINDS, WAYS, text_model, worst_difference  # type: ignor
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, ProcessorFamily
-from energon_bridge.models.families.known_families import NATIVE
 
 MARK = "<!-- The table below is written by scripts/models.py. -->"
 NEXT = "\n## Packs and rows"
 PACKS_MARK = "<!-- The table below is written by scripts/models.py --packs. -->"
 TESTED = ("5.23.0", "5.24.0")
-HEADER = "|model types|processor|images|videos|sounds|\n|---|---|---|---|---|"
+HEADER = "|model types|processor|pixels|images|videos|sounds|\n|---|---|---|---|---|---|"
 
 
 def row(name: str) -> str | None:
     """Return the row of a processor; None if it writes no tokens for media."""
-    types = ", ".join(f"**{one}**" if one in NATIVE else one for one in processor_classes()[name])
+    types = ", ".join(processor_classes()[name])
     try:
         kind = processor_class_from_name(name)
         kind.get_attributes()
@@ -61,10 +60,10 @@ def row(name: str) -> str | None:
             return None
         family = ProcessorFamily(processor=tiny_processor(name))
     except ImportError as error:
-        return f"|{types}|{name}|not tried: {' '.join(str(error).split())[:90]}|||"
+        return f"|{types}|{name}||not tried: {' '.join(str(error).split())[:90]}|||"
     except ConfigurationError as error:
         reason = str(error).partition(": ")[2] or str(error)
-        return f"|{types}|{name}|no: {' '.join(reason.split())}|||"
+        return f"|{types}|{name}||no: {' '.join(reason.split())}|||"
     cells = []
     for medium in ("image", "video", "audio"):
         refused = family.refused.get(medium, "")
@@ -72,7 +71,14 @@ def row(name: str) -> str | None:
         cells.append(family.counts.get(medium, reason))
     if broken := [reason for one in processor_classes()[name] if (reason := broken_forward(one, family.processor))]:
         cells[0] += f", but {'; '.join(broken)}"
-    return f"|{types}|{name}|{'|'.join(cells)}|"
+    return f"|{types}|{name}|{pixels_of(family)}|{'|'.join(cells)}|"
+
+
+def pixels_of(family: ProcessorFamily) -> str:
+    """Return whether the pixels of images are native, or why not."""
+    if "image" not in family.counts:
+        return ""
+    return "native" if family.path is not None else f"called: {getattr(family.native, 'reason', '')}"
 
 
 LARGEST = 20_000_000

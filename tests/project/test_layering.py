@@ -417,6 +417,7 @@ FOREIGN = {
     "_worker_info": "torch, where `get_worker_info` is defined, as its own workers do",
     "_credentials": "botocore",
     "_attn_implementation": "transformers",
+    "_check_special_mm_tokens": "transformers, if it has it",
     "_compile_jinja_template": "transformers",
     "_get_num_multimodal_tokens": "transformers",
     "_merge_kwargs": "transformers",

@@ -2,7 +2,7 @@
 
 It imports the core and its neighbours in `models/`. Begin with `chat_encoder`, the task encoder and its settings.
 `known_families` decides which family a model has, `vision` is the interface of a family, `llava` and `qwen` are two
-with native pixels; `processor` is any other model by its transformers processor (`processor_plans` learns how many
+of them; `processor` is any other model by its transformers processor (`processor_plans` learns how many
 tokens it writes, `processor_calls` calls it, `processor_positions` has M-RoPE positions, `known_processors` lists
 exceptions). `rendering` replaces placeholders by tokens, `video` chooses frames, `sound` resamples to the model's rate.
 """

@@ -258,7 +258,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
     ) -> Self:
         """Return the encoder for a model in a folder or on the hub.
 
-        Models of the LLaVA and Qwen-VL families get native pixels, with their Pillow image processor; all others are
+        Models of the LLaVA and Qwen-VL families get native pixels with their Pillow image processor; all others are
         encoded by their own processor.
 
         Raises:

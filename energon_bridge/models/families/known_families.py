@@ -1,6 +1,6 @@
 """Find the family of a model of transformers from its configuration, and load its parts.
 
-Models of a known type have a family that makes their pixels natively; any other trains through its own processor.
+Models of a known type have a family of their own; any other trains through its own processor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from energon_bridge.models.families.vision import Family
 
 _LLAVAS = {"llava": llava_family, "llava_next": llava_next_family}
 NATIVE = (*_LLAVAS, *QWEN_MODELS)
-"""The types of models that have a family with native pixels."""
+"""The types of models that have a family of their own, which needs no processor."""
 # Outputs of a vision tower beyond its patches; towers not listed have a class token.
 _CLASS_TOKENS = {"siglip_vision_model": 0, "siglip2_vision_model": 0}
 

@@ -29,7 +29,7 @@ def _resized(processor: Any, height: int, width: int) -> Any:
     part = processor.image_processor
     size = part.size
     patch = processor.patch_size * processor.spatial_merge_size
-    return inspect.getmodule(type(part)).get_resize_output_image_size(  # type: ignore[union-attr]
+    return inspect.getmodule(part.resize).get_resize_output_image_size(  # type: ignore[union-attr]
         np.broadcast_to(np.uint8(0), (3, height, width)),
         size=(size["longest_edge"], size["longest_edge"]),
         patch_size=(patch, patch),

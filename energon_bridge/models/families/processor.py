@@ -2,7 +2,8 @@
 
 A sample is planned from the sizes of its media alone: the text that the processor writes for a medium depends on its
 size only. Before a sample is delivered, the processor itself is called with its text and media, and what it returns is
-what the model gets. Its tokens must be the planned ones, or the sample is refused: nothing differs in silence.
+what the model gets; native pixels stand in for its image processor (`images/native.py`). Its tokens must be the planned
+ones, or the sample is refused: nothing differs in silence.
 
 What is written for a medium is learned when the family is made, from blank media of several sizes: see
 `processor_plans.py`, and `processor_calls.py` for the calls. `known_processors.py` has what cannot be learned, by the
@@ -89,14 +90,12 @@ class ProcessorFamily:
     def __post_init__(self) -> None:
         self._check_processor()
         name = type(self.processor).__name__
-        own = getattr(self.processor, "image_processor", None)
-        own = own.processor if isinstance(own, NativeImages) else own  # of a family with other pixels
-        if own is not None:
-            self.processor = copy(self.processor)
-            self.processor.image_processor = own
-            if self.pixels != "processor":
-                self.native = self.processor.image_processor = NativeImages(own, self.pixels, self.pixels_dtype)
-        self.calls = ProcessorCalls.of(self.processor, self.options)
+        called = self.processor
+        if self.image_processor is not None and self.pixels != "processor":
+            called = copy(self.processor)
+            self.native = NativeImages(self.image_processor, self.pixels, self.pixels_dtype)
+            called.image_processor = self.native
+        self.calls = ProcessorCalls.of(called, self.options)
         self.plans = ProcessorPlans(calls=self.calls)
         for kind in ARGUMENTS:
             self.plans.learn(kind)
@@ -162,8 +161,7 @@ class ProcessorFamily:
     @property
     def image_processor(self) -> Any:
         """The processor's image processor, if it has one."""
-        own = getattr(self.processor, "image_processor", None)
-        return own.processor if isinstance(own, NativeImages) else own
+        return getattr(self.processor, "image_processor", None)
 
     @property
     def image_token(self) -> str:
@@ -250,7 +248,7 @@ class ProcessorFamily:
         """Return whether the processor makes the same of a blank medium if it does not tokenise the text."""
         if any(name in real for name in TOKEN_INPUTS if name not in _DROPPED):  # which it makes of all tokens
             return False
-        told = copy(self.processor)
+        told = copy(self.calls.processor)
         told.tokenizer = Replay(self.processor.tokenizer)
         try:
             for _ in range(2):  # the tokens of the first call are told in the second
@@ -276,6 +274,7 @@ class ProcessorFamily:
         out: Mapping[str, Any] | None = None
         if self.replays:
             told = copy(self.calls.timed(videos))
+            told._check_special_mm_tokens = _compared_below
             if not (videos or sounds or self.options):  # else, what is given differs from sample to sample
                 told._merge_kwargs = self._merged
             with suppress(Exception):  # the processor itself says what is wrong
@@ -331,7 +330,7 @@ class ProcessorFamily:
         if key not in self.merged:
             if len(self.merged) >= _MOST_MERGED:
                 self.merged.clear()
-            self.merged[key] = self.processor._merge_kwargs(*args, **given)
+            self.merged[key] = self.calls.processor._merge_kwargs(*args, **given)
         return {name: copy(value) for name, value in self.merged[key].items()}
 
     def _written_out(self, sample: PreparedSample) -> str:
@@ -359,6 +358,10 @@ class ProcessorFamily:
     def positions(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:
         """Return the model's own positions on three axes, int64 (3, tokens); None if it has one axis."""
         return None if self.own_positions is None else self.own_positions.of_sample(tokens, types, visual)
+
+
+def _compared_below(*args: Any, **kwargs: Any) -> None:
+    """Count no tokens, one Python number after the other: all of them are compared with the planned ones."""
 
 
 def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -48,26 +48,16 @@ def asked(p: Settings, name: str, **arguments: Any) -> Any:
     return function(**{key: value for key, value in arguments.items() if key in taken})
 
 
-def _smart(p: Settings, image: Picture) -> PixelSize:
-    """Return the size of an image whose area lies between bounds, by the `smart_resize` of the processor's module."""
+def smart(p: Settings, image: Picture) -> Picture:
+    """Scale an image so that its area lies between bounds, as the `smart_resize` of the processor's module says."""
     least, largest = p.side("shortest_edge", "longest_edge")
-    times = p.temporal_patch_size
-    bounds = {"min_pixels": least, "max_pixels": largest}
     if p.max_image_tokens:
-        bounds = {"min_pixels": p.min_image_tokens, "max_pixels": p.max_image_tokens}
-    elif not least or not largest:
+        least, largest = p.min_image_tokens, p.max_image_tokens
+    if not least or not largest:
         raise UndrawnError(f"its size is {p.size!r}")
-    size: PixelSize = asked(
-        p,
-        "smart_resize",
-        height=image.size[0],
-        width=image.size[1],
-        factor=p.patch_size * p.merge_size,
-        num_frames=times,
-        temporal_factor=times,
-        **bounds,
-    )
-    return size
+    given = {"height": image.size[0], "width": image.size[1], "factor": p.patch_size * p.merge_size}
+    given |= {"num_frames": p.temporal_patch_size, "temporal_factor": p.temporal_patch_size}
+    return image.scaled(asked(p, "smart_resize", **given, min_pixels=least, max_pixels=largest))
 
 
 def _usual(p: Settings, image: Picture) -> Picture:
@@ -104,15 +94,31 @@ def whole(*pictures: Picture, lead: tuple[int, ...] = (), room: int | None = Non
     return Output([Part(picture=picture) for picture in pictures], (3, *sizes.pop()), lead, room)
 
 
-def _cut(sheet: Picture, size: PixelSize) -> Part:
-    """Return all tiles of a size as one part."""
-    return Part(picture=sheet, patch=size)
+def on_tiles(
+    sheet: Picture, tile: PixelSize, view: Picture | None = None, *, first: bool = False, lead: tuple[int, ...] = ()
+) -> Output:
+    """Return the tiles of a sheet, row by row, and a view of the whole behind several of them, or `first`."""
+    parts = [Part(picture=sheet, patch=tile)]
+    if view is not None and parts[0].count > 1:
+        parts.insert(0 if first else 1, Part(picture=view))
+    return Output(parts, (3, *tile), lead)
+
+
+def on_grid(image: Picture, tile: PixelSize, grid: PixelSize) -> Picture:
+    """Return an image scaled to rows and columns of tiles."""
+    return image.scaled((tile[0] * grid[0], tile[1] * grid[1]))
+
+
+def pixelwise(image: Picture, side: int) -> Part:
+    """Return patches with the channels of a pixel side by side."""
+    return Part(picture=image, patch=(side, side), order="pixels")
 
 
 def plain(p: Settings, image: Picture, colour: Colour | None = None) -> Drawing:
     """Scale, crop, rescale, normalise; with a colour, pad to a square first."""
-    if p.do_pad and colour is None:
-        raise UndrawnError("it pads")
+    written = next((kind for kind in type(p.processor).__mro__ if "_preprocess" in vars(kind)), object)
+    if colour is None and (p.do_pad or _short(written) not in PROGRAMS):
+        raise UndrawnError("it pads" if p.do_pad else "its class has a way of its own that no program draws")
     image = _finished(p, image if colour is None else image.squared(colour))
     return Drawing(pixels={"pixel_values": whole(image)})
 
@@ -149,17 +155,18 @@ def llava_next(p: Settings, image: Picture) -> Drawing:
         sheet = image.scaled(fitted(image.size, room)).centred(room)
         pictures = [image.scaled(cast(PixelSize, overview)), *sheet.tiles((side, side))]
         if (side, side) == _finished(p, Picture((side, side))).size and not any(one % side for one in room):
-            parts = [Part(picture=_finished(p, pictures[0])), _cut(sheet, (side, side))]
-            output = Output(parts, (3, side, side), (1,))
-            return Drawing(pixels={"pixel_values": output}, facts=facts, padded=bool(p.do_pad))
+            parts = [Part(picture=_finished(p, pictures[0])), Part(picture=sheet, patch=(side, side))]
+            return Drawing(
+                pixels={"pixel_values": Output(parts, (3, side, side), (1,))}, facts=facts, padded=bool(p.do_pad)
+            )
     pixels = whole(*(_finished(p, one) for one in pictures), lead=(1,))
-    # Padded along the tiles, as images of one batch are:
     return Drawing(pixels={"pixel_values": pixels}, facts=facts, padded=bool(p.do_pad))
 
 
 def patched(
     p: Settings,
     image: Picture,
+    sized: Callable[[Settings, Picture], Picture] = smart,
     *,
     grouped: bool = True,
     order: Any = "channels",
@@ -169,65 +176,46 @@ def patched(
     """Patches of an image at its own resolution, and its grid.
 
     Args:
+        sized: Scales the image.
         grouped: Whether the patches of a token are adjacent.
+        order: See `Part`.
         flat: Whether a patch is one axis.
         merges: Whether the size of groups is returned.
     """
-    if p.do_resize:
-        image = image.scaled(_smart(p, image))
-    return _patches(p, image, grouped=grouped, order=order, flat=flat, merges=merges)
-
-
-def _patches(
-    p: Settings, image: Picture, *, grouped: bool, order: Any = "channels", flat: bool = True, merges: bool = False
-) -> Drawing:
+    image = sized(p, image) if p.do_resize else image
     side, times = int(p.patch_size), int(p.temporal_patch_size or 1)
     if order == "pixels" and times > 1:
         raise UndrawnError("it repeats an image for each value")
     part = Part(picture=image, patch=(side, side), merge=int(p.merge_size) if grouped else 1, times=times, order=order)
     item = (3 * times * side**2,) if flat else (3 * times, side, side)
-    grid = [[1, image.size[0] // side, image.size[1] // side]]
-    facts: dict[str, Any] = {"image_grid_thw": grid}
+    facts: dict[str, Any] = {"image_grid_thw": [[1, image.size[0] // side, image.size[1] // side]]}
     if merges:
         facts["image_merge_sizes"] = [int(p.merge_size)]
     return Drawing(pixels={"pixel_values": Output([part], item)}, facts=facts)
 
 
-def padded_patches(p: Settings, image: Picture) -> Drawing:
+def _in_whole_tokens(p: Settings, image: Picture) -> Picture:
     """Glm5Next: scaled into the size that `smart_resize` gives, on black."""
-    if not p.do_resize:
-        return _patches(p, image, grouped=True)
-    target = _smart(p, image)
-    height, width = image.size
-    times = int(p.temporal_patch_size)
+    target, (height, width), times = smart(p, image).size, image.size, int(p.temporal_patch_size)
     scale = min(target[0] / height, target[1] / width)
     if times * height * width >= times * (p.patch_size * p.merge_size) ** 2 * p.min_image_tokens:
         scale = min(1.0, scale)
-    inner = [max(1, min(most, math.floor(side * scale))) for most, side in zip(target, image.size, strict=True)]
-    return _patches(p, image.scaled((inner[0], inner[1])).on_canvas(target), grouped=True)
+    rows, columns = (max(1, min(most, math.floor(side * scale))) for most, side in zip(target, image.size, strict=True))
+    return image.scaled((rows, columns)).on_canvas(target)
 
 
-def kimi(p: Settings, image: Picture) -> Drawing:
-    if p.do_resize:
-        inner, outer = own(p, "navit_resize")(
-            *image.size, p.patch_size, p.merge_size, p.max_patches, p.side("max_height")[0]
-        )
-        image = image.scaled(inner).on_canvas(outer)
-    return _patches(p, image, grouped=False, flat=False)
+def _navit(p: Settings, image: Picture) -> Picture:
+    limits = (p.patch_size, p.merge_size, p.max_patches, p.side("max_height")[0])
+    inner, outer = own(p, "navit_resize")(*image.size, *limits)
+    return image.scaled(inner).on_canvas(outer)
 
 
-def muse_glimmer(p: Settings, image: Picture) -> Drawing:
-    if p.do_resize:
-        side = p.patch_size * p.merge_size
-        image = image.scaled(own(p, "smart_resize")(*image.size, side, p.max_image_tokens))
-    return _patches(p, image, grouped=False, order="frames")
+def _by_tokens(p: Settings, image: Picture) -> Picture:
+    return image.scaled(own(p, "smart_resize")(*image.size, p.patch_size * p.merge_size, p.max_image_tokens))
 
 
-def _mask(count: int, room: int, dtype: torch.dtype = torch.int32) -> Any:
-    return partial(_first, count, room, dtype)
-
-
-def _first(count: int, room: int, dtype: torch.dtype) -> torch.Tensor:
+def _first(count: int, room: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Return 1 for the first of a room, (1, room)."""
     return (torch.arange(room) < count).to(dtype)[None]
 
 
@@ -235,45 +223,34 @@ def siglip2(p: Settings, image: Picture) -> Drawing:
     side, room = int(p.patch_size), int(p.max_num_patches)
     if p.do_resize:
         image = image.scaled(own(p, "get_image_size_for_max_num_patches")(*image.size, side, room))
-    grid = [image.size[0] // side, image.size[1] // side]
-    part = Part(picture=image, patch=(side, side), order="pixels")
-    facts = {"pixel_attention_mask": _mask(grid[0] * grid[1], room), "spatial_shapes": [grid]}
-    return Drawing(pixels={"pixel_values": Output([part], (3 * side**2,), (1,), room)}, facts=facts)
+    rows, columns = image.size[0] // side, image.size[1] // side
+    facts = {"pixel_attention_mask": partial(_first, rows * columns, room), "spatial_shapes": [[rows, columns]]}
+    return Drawing(pixels={"pixel_values": Output([pixelwise(image, side)], (3 * side**2,), (1,), room)}, facts=facts)
 
 
 def lfm2(p: Settings, image: Picture) -> Drawing:
-    """Tiles and an overview, each as patches with pixels side by side, padded to one number of patches."""
+    """Tiles and an overview, each as patches, padded to one number of them."""
     if not p.do_pad:
         raise UndrawnError("it does not pad")
-    side, tile, least, most = int(p.encoder_patch_size), int(p.tile_size), p.min_tiles, p.max_tiles
-    if not p.do_image_splitting:
-        least = most = 1
-    given = {
-        **{name: getattr(p, name) for name in ("downsample_factor", "min_image_tokens", "max_image_tokens")},
-        **{"encoder_patch_size": side, "max_pixels_tolerance": p.max_pixels_tolerance},
-        **{"min_tiles": least, "max_tiles": most, "tile_size": tile, "height": image.size[0], "width": image.size[1]},
-    }
+    side, tile, splits = int(p.encoder_patch_size), int(p.tile_size), p.do_image_splitting
+    names = ("downsample_factor", "min_image_tokens", "max_image_tokens", "encoder_patch_size", "max_pixels_tolerance")
+    given = {name: getattr(p, name) for name in (*names, "min_tiles", "max_tiles", "tile_size")}
+    given |= {"height": image.size[0], "width": image.size[1]}
     width, height = asked(p, "smart_resize", **given)
     rows = columns = 1
     pictures = [image.scaled((height, width))]
-    if asked(p, "_is_image_too_large", **given) and not least == most == 1:
+    if splits and not p.min_tiles == p.max_tiles == 1 and asked(p, "_is_image_too_large", **given):
         columns, rows = asked(p, "_get_grid_layout", **given)[:2]
-        tiles = image.scaled((rows * tile, columns * tile)).tiles((tile, tile))
+        tiles = on_grid(image, (tile, tile), (rows, columns)).tiles((tile, tile))
         pictures = tiles + (pictures if p.use_thumbnail and len(tiles) > 1 else [])
-    room = max(p.max_image_tokens * p.downsample_factor**2, (tile // side) ** 2 if p.do_image_splitting else 0)
+    room = max(p.max_image_tokens * p.downsample_factor**2, (tile // side) ** 2 if splits else 0)
     grids = [[one.size[0] // side, one.size[1] // side] for one in pictures]
-    outputs = [Part(picture=one, patch=(side, side), order="pixels") for one in pictures]
-    facts: dict[str, Any] = {
-        "pixel_attention_mask": partial(_rows_of, [rows * columns for rows, columns in grids], room),
-        "spatial_shapes": grids,
-    }
+    mask = torch.cat([_first(high * wide, room) for high, wide in grids])
+    facts: dict[str, Any] = {"pixel_attention_mask": mask.clone, "spatial_shapes": grids}
     if p.return_row_col_info:
         facts |= {"image_rows": [rows], "image_cols": [columns], "image_sizes": [[height, width]]}
-    return Drawing(pixels={"pixel_values": Output(outputs, (3 * side**2,), each=room)}, facts=facts)
-
-
-def _rows_of(counts: Sequence[int], room: int) -> torch.Tensor:
-    return (torch.arange(room)[None] < torch.tensor(counts)[:, None]).to(torch.int32)
+    parts = [pixelwise(one, side) for one in pictures]
+    return Drawing(pixels={"pixel_values": Output(parts, (3 * side**2,), each=room)}, facts=facts)
 
 
 def gemma3(p: Settings, image: Picture) -> Drawing:
@@ -302,12 +279,11 @@ def gemma4(p: Settings, image: Picture, *, merged: bool = False) -> Drawing:
     if merged:
         side *= kernel
         room //= kernel**2
-    part = Part(picture=image, patch=(side, side), order="pixels")
     facts = {
         "image_position_ids": partial(_places, image.size[0] // side, image.size[1] // side, room),
         "num_soft_tokens_per_image": [tokens],
     }
-    return Drawing(pixels={"pixel_values": Output([part], (3 * side**2,), (1,), room)}, facts=facts)
+    return Drawing(pixels={"pixel_values": Output([pixelwise(image, side)], (3 * side**2,), (1,), room)}, facts=facts)
 
 
 def _places(rows: int, columns: int, room: int) -> torch.Tensor:
@@ -324,37 +300,26 @@ def _canvas(p: Settings, image: Picture, tile: PixelSize, least: int, most: int)
     return rows, columns
 
 
-def _on_grid(image: Picture, tile: PixelSize, grid: PixelSize) -> Part:
-    return _cut(image.scaled((tile[0] * grid[0], tile[1] * grid[1])), tile)
-
-
 def tiled(p: Settings, image: Picture) -> Drawing:
     """InternVL, Cohere 2 Vision: tiles of a grid of the image's shape, and the whole image behind several."""
     if not p.crop_to_patches or p.max_patches < 2:
         return Drawing(pixels={"pixel_values": whole(_usual(p, image))}, facts={"num_patches": [1]})
     tile = p.box()
-    parts = [_on_grid(image, tile, _canvas(p, image, tile, p.min_patches, p.max_patches))]
-    if parts[0].count > 1:
-        parts.append(Part(picture=image.scaled(tile)))
-    output = Output(parts, (3, *tile))
+    sheet = on_grid(image, tile, _canvas(p, image, tile, p.min_patches, p.max_patches))
+    output = on_tiles(sheet, tile, image.scaled(tile))
     return Drawing(pixels={"pixel_values": output}, facts={"num_patches": [output.shape[0]]})
 
 
 def ovis2(p: Settings, image: Picture) -> Drawing:
-    tile, grid = p.box(), (1, 1)
-    parts = [Part(picture=_usual(p, image))]
     if p.do_center_crop:
         raise UndrawnError("it crops")
+    tile, grid, output = p.box(), (1, 1), whole(_usual(p, image))
     if p.crop_to_patches and p.max_patches > 1:
+        grid = _canvas(p, image, tile, p.min_patches, p.max_patches)
         if p.use_covering_area_grid:
-            columns, rows = own(p, "get_min_tile_covering_grid")(image.size, tile[0], p.max_patches)
-            grid = rows, columns
-        else:
-            grid = _canvas(p, image, tile, p.min_patches, p.max_patches)
-        parts = [_on_grid(image, tile, grid)]
-        if parts[0].count > 1:
-            parts.insert(0, Part(picture=image.scaled(tile)))
-    return Drawing(pixels={"pixel_values": Output(parts, (3, *tile))}, facts={"grids": [list(grid)]})
+            grid = own(p, "get_min_tile_covering_grid")(image.size, tile[0], p.max_patches)[::-1]
+        output = on_tiles(on_grid(image, tile, grid), tile, image.scaled(tile), first=True)
+    return Drawing(pixels={"pixel_values": output}, facts={"grids": [list(grid)]})
 
 
 def deepseek_ocr2(p: Settings, image: Picture) -> Drawing:
@@ -366,9 +331,9 @@ def deepseek_ocr2(p: Settings, image: Picture) -> Drawing:
     pixels = {"pixel_values": whole(view.squared(tuple(p.background_color)))}
     count = 0
     if p.crop_to_patches and max(image.size) > tile:
-        part = _on_grid(image, (tile, tile), _canvas(p, image, (tile, tile), p.min_patches, p.max_patches))
-        pixels["pixel_values_local"] = Output([part], (3, tile, tile))
-        count = part.count
+        sheet = on_grid(image, (tile, tile), _canvas(p, image, (tile, tile), p.min_patches, p.max_patches))
+        pixels["pixel_values_local"] = on_tiles(sheet, (tile, tile))
+        count = pixels["pixel_values_local"].shape[0]
     return Drawing(pixels=pixels, facts={"num_local_patches": [count]})
 
 
@@ -380,10 +345,8 @@ def granite_docling(p: Settings, image: Picture) -> Drawing:
     tile = p.box()
     rows, columns = own(p, "get_page_tile_grid")(*image.size, **given)
     most = own(p, "get_page_max_patches")(*image.size, **given)
-    parts = [_on_grid(image, tile, _canvas(p, image, tile, min(p.min_patches, most), most))]
-    if parts[0].count > 1:
-        parts.append(Part(picture=image.scaled(tile)))
-    output = Output(parts, (3, *tile), (1,))
+    sheet = on_grid(image, tile, _canvas(p, image, tile, min(p.min_patches, most), most))
+    output = on_tiles(sheet, tile, image.scaled(tile), lead=(1,))
     mask = partial(torch.ones, (1, output.shape[1]), dtype=torch.bool)
     facts = {"pixel_attention_mask": mask, "rows": ([rows],), "cols": ([columns],)}
     return Drawing(pixels={"pixel_values": output}, facts=facts, axis=1)
@@ -402,8 +365,7 @@ def idefics3(p: Settings, image: Picture) -> Drawing:
             most = own(p, "MAX_IMAGE_SIZE")
             size = own(p, "_resize_output_size_scale_below_upper_bound")(*size, max_len=most)
         image = image.scaled(size)
-    rows = columns = 0
-    parts = [Part(picture=image.scaled((side, side)))]
+    sheet, rows, columns = image.scaled((side, side)), 0, 0
     if p.do_image_splitting:
         (height, width), ratio = image.size, image.size[1] / image.size[0]
         if width >= height:
@@ -412,12 +374,9 @@ def idefics3(p: Settings, image: Picture) -> Drawing:
         else:
             height = math.ceil(height / side) * side
             width = math.ceil(int(height * ratio) / side) * side
-        image = image.scaled((height, width))
-        parts = [_cut(image, (side, side))]
-        if parts[0].count > 1:
-            rows, columns = height // side, width // side
-            parts.append(Part(picture=image.scaled((side, side))))
-    output = Output(parts, (3, side, side), (1,))
+        sheet = image.scaled((height, width))
+        rows, columns = (height // side, width // side) if height * width > side**2 else (0, 0)
+    output = on_tiles(sheet, (side, side), sheet.scaled((side, side)), lead=(1,))
     facts: dict[str, Any] = {}
     if p.do_pad:
         facts["pixel_attention_mask"] = partial(torch.ones, (1, output.shape[1], side, side), dtype=torch.int64)
@@ -435,14 +394,11 @@ def mllama(p: Settings, image: Picture) -> Drawing:
     known = own(p, "get_all_supported_aspect_ratios")(most)
     facts = {
         "aspect_ratio_ids": [[known.index((rows, columns)) + 1]],
-        "aspect_ratio_mask": partial(_first_tiles, rows * columns, most),
+        "aspect_ratio_mask": _first(rows * columns, most, torch.int64)[None].clone,
         "num_tiles": ([rows * columns],),
     }
-    return Drawing(pixels={"pixel_values": Output([_cut(sheet, tile)], (3, *tile), (1, 1), most)}, facts=facts, axis=1)
-
-
-def _first_tiles(count: int, most: int) -> torch.Tensor:
-    return _first(count, most, torch.int64)[None]
+    pixels = Output([Part(picture=sheet, patch=tile)], (3, *tile), (1, 1), most)
+    return Drawing(pixels={"pixel_values": pixels}, facts=facts, axis=1)
 
 
 def llama4(p: Settings, image: Picture) -> Drawing:
@@ -454,11 +410,8 @@ def llama4(p: Settings, image: Picture) -> Drawing:
         target = [min(max(one, tile[0]), most) for one, most in zip(image.size, canvas, strict=True)]
     height, width = own(p, "get_max_res_without_distortion")(image.size, target)
     sheet = image.scaled((max(height, 1), max(width, 1))).on_canvas((canvas[0], canvas[1]))
-    parts = [_cut(sheet, tile)]
-    if parts[0].count > 1:
-        parts.append(Part(picture=image.scaled(tile)))
     facts = {"aspect_ratios": [[canvas[0] // tile[0], canvas[1] // tile[1]]]}
-    return Drawing(pixels={"pixel_values": Output(parts, (3, *tile))}, facts=facts)
+    return Drawing(pixels={"pixel_values": on_tiles(sheet, tile, image.scaled(tile))}, facts=facts)
 
 
 def perception_lm(p: Settings, image: Picture) -> Drawing:
@@ -472,7 +425,7 @@ def perception_lm(p: Settings, image: Picture) -> Drawing:
             given = {"img_width": image.size[1], "img_height": image.size[0], "tile_size": side}
             grid = asked(p, "_fit_image_to_canvas", **given) or asked(p, "_find_closest_aspect_ratio", **given)
             columns, rows = grid
-        parts.append(_on_grid(image, (side, side), (rows, columns)))
+        parts.append(Part(picture=on_grid(image, (side, side), (rows, columns)), patch=(side, side)))
     return Drawing(pixels={"pixel_values": Output(parts, (3, side, side), (1,))})
 
 
@@ -482,12 +435,9 @@ def phi4(p: Settings, image: Picture) -> Drawing:
     height, width = image.size
     columns, rows = (math.ceil(side / tile[0]) for side in (width, height))
     if columns * rows > p.dynamic_hd:
-        most = p.dynamic_hd
-        ratios = {(i, j) for i in range(1, most + 1) for j in range(1, most + 1) if i * j <= most}
-        ordered = sorted(
-            {(i, j) for n in range(1, most + 1) for i in range(1, n + 1) for j in range(1, n + 1) if (i, j) in ratios},
-            key=lambda one: one[0] * one[1],
-        )
+        numbers = range(1, p.dynamic_hd + 1)
+        ratios = {(i, j) for n in numbers for i in range(1, n + 1) for j in range(1, n + 1) if i * j <= p.dynamic_hd}
+        ordered = sorted(ratios, key=lambda one: one[0] * one[1])  # of a set that is filled in its order
         columns, rows = p.find_closest_aspect_ratio(width / height, ordered, width, height, tile[0])
     target = (tile[0] * rows, tile[0] * columns)
     across, down = target[1] / width, target[0] / height
@@ -508,7 +458,7 @@ def phi4(p: Settings, image: Picture) -> Drawing:
         "image_attention_mask": masks.clone,
         "num_img_tokens": [256 + 1 + int(flat.sum()) + int(flat[:, 0].sum()) + 16],
     }
-    parts = [Part(picture=sheet, floats_to=tile), _cut(sheet, tile)]
+    parts = [Part(picture=sheet, floats_to=tile), Part(picture=sheet, patch=tile)]
     return Drawing(pixels={"image_pixel_values": Output(parts, (3, *tile), (1,))}, facts=facts)
 
 
@@ -619,7 +569,7 @@ def molmo2(p: Settings, image: Picture) -> Drawing:
     canvas = image.scaled((height, width), smooth=False)
     crops = [canvas.cut((y * step, x * step), (side, side)) for y in range(rows) for x in range(columns)]
     small = image.scaled((side, side), smooth=False)
-    parts = [Part(picture=one, patch=(patch, patch), order="pixels") for one in (small, *crops)]
+    parts = [pixelwise(one, patch) for one in (small, *crops)]
     grid = torch.arange(rows * columns * cells**2, dtype=torch.int32).reshape(rows, columns, cells, cells)
     left, right = margins
     if left:
@@ -645,59 +595,50 @@ def molmo2(p: Settings, image: Picture) -> Drawing:
 
 PROGRAMS: Mapping[str, Draw] = MappingProxyType(
     {
-        "PilBackend": plain,
-        "TorchvisionBackend": plain,
-        "VideoLlavaImageProcessor": video_llava,
-        "LlavaImageProcessor": llava,
-        "LlavaNextImageProcessor": llava_next,
-        "LlavaOnevisionImageProcessor": llava_next,
-        "Qwen2VLImageProcessor": patched,
-        "CohereCompassImageProcessor": patched,
-        "Cosmos3EdgeImageProcessor": partial(patched, order="pixels"),
-        "Ernie4_5_VLMoeImageProcessor": patched,
-        "Glm4vImageProcessor": patched,
-        "Glm46VImageProcessor": patched,
-        "GlmgaImageProcessor": patched,
-        "MiniMaxM3VLImageProcessor": patched,
-        "VideoLlama3ImageProcessor": partial(patched, merges=True),
-        "HunYuanVLImageProcessor": partial(patched, grouped=False),
-        "HYV4VLImageProcessor": partial(patched, grouped=False),
-        "PaddleOCRVLImageProcessor": partial(patched, grouped=False, flat=False),
-        "Glm5NextImageProcessor": padded_patches,
-        "Kimi_K25ImageProcessor": kimi,
-        "MuseGlimmerImageProcessor": muse_glimmer,
-        "Siglip2ImageProcessor": siglip2,
-        "Lfm2VlImageProcessor": lfm2,
-        "Gemma3ImageProcessor": gemma3,
-        "Gemma4ImageProcessor": gemma4,
-        "Gemma4UnifiedImageProcessor": partial(gemma4, merged=True),
-        "GotOcr2ImageProcessor": tiled,
-        "Cohere2VisionImageProcessor": tiled,
-        "Ovis2ImageProcessor": ovis2,
-        "DeepseekOcr2ImageProcessor": deepseek_ocr2,
-        "GraniteDoclingImageProcessor": granite_docling,
-        "Idefics3ImageProcessor": idefics3,
-        "SmolVLMImageProcessor": idefics3,
-        "UltraVBertImageProcessor": idefics3,
-        "MllamaImageProcessor": mllama,
-        "Llama4ImageProcessor": llama4,
-        "PerceptionLMImageProcessor": perception_lm,
-        "Phi4MultimodalImageProcessor": phi4,
-        "PixtralImageProcessor": pixtral,
-        "Emu3ImageProcessor": between,
-        "Apertus1p5ImageProcessor": between,
-        "AriaImageProcessor": aria,
-        "JanusImageProcessor": janus,
-        "DeepseekVLImageProcessor": janus,
-        "DeepseekVLHybridImageProcessor": deepseek_hybrid,
-        "Step3p7ImageProcessor": step3p7,
-        "Molmo2ImageProcessor": molmo2,
+        **dict.fromkeys(("PilBackend", "TorchvisionBackend"), plain),
+        "VideoLlava": video_llava,
+        "Llava": llava,
+        **dict.fromkeys(("LlavaNext", "LlavaOnevision"), llava_next),
+        **dict.fromkeys(("Qwen2VL", "CohereCompass", "Ernie4_5_VLMoe", "Glm4v", "Glm46V", "Glmga"), patched),
+        "MiniMaxM3VL": patched,
+        "Cosmos3Edge": partial(patched, order="pixels"),
+        "VideoLlama3": partial(patched, merges=True),
+        **dict.fromkeys(("HunYuanVL", "HYV4VL"), partial(patched, grouped=False)),
+        "PaddleOCRVL": partial(patched, grouped=False, flat=False),
+        "Glm5Next": partial(patched, sized=_in_whole_tokens),
+        "Kimi_K25": partial(patched, sized=_navit, grouped=False, flat=False),
+        "MuseGlimmer": partial(patched, sized=_by_tokens, grouped=False, order="frames"),
+        "Siglip2": siglip2,
+        "Lfm2Vl": lfm2,
+        "Gemma3": gemma3,
+        "Gemma4": gemma4,
+        "Gemma4Unified": partial(gemma4, merged=True),
+        **dict.fromkeys(("GotOcr2", "Cohere2Vision"), tiled),
+        "Ovis2": ovis2,
+        "DeepseekOcr2": deepseek_ocr2,
+        "GraniteDocling": granite_docling,
+        **dict.fromkeys(("Idefics3", "SmolVLM", "UltraVBert"), idefics3),
+        "Mllama": mllama,
+        "Llama4": llama4,
+        "PerceptionLM": perception_lm,
+        "Phi4Multimodal": phi4,
+        "Pixtral": pixtral,
+        **dict.fromkeys(("Emu3", "Apertus1p5"), between),
+        "Aria": aria,
+        **dict.fromkeys(("Janus", "DeepseekVL"), janus),
+        "DeepseekVLHybrid": deepseek_hybrid,
+        "Step3p7": step3p7,
+        "Molmo2": molmo2,
     }
 )
-"""What a class of processors draws, that of transformers for Pillow (`…Pil`) and that for torchvision alike."""
+"""What a class of processors draws, by its name without `ImageProcessor` and `ImageProcessorPil`."""
+
+
+def _short(kind: type) -> str:
+    return kind.__name__.removesuffix("Pil").removesuffix("ImageProcessor")
 
 
 def draw_of(processor: Any) -> Draw | None:
     """Return what the nearest known class of a processor draws; None if there is none."""
-    names = (kind.__name__.removesuffix("Pil") for kind in type(processor).__mro__)
+    names = map(_short, type(processor).__mro__)
     return next((PROGRAMS[name] for name in names if name in PROGRAMS), None)

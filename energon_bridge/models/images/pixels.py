@@ -17,8 +17,9 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
@@ -368,8 +369,23 @@ def _difference(program: Program, processor: Any, options: Mapping[str, Any], *,
         images = probes()
         calls = [[image] for image in images] + [images[2:4]]
         found = (difference(program, processor, call, options, nested=nested) for call in calls)
-        _FOUND[key] = next(filter(None, found), "")
+        with _muted():
+            _FOUND[key] = next(filter(None, found), "")
     return _FOUND[key]
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Do not say what transformers says of images that no user has."""
+    said = logging.getLogger("transformers")
+    level = said.level
+    said.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        said.setLevel(level)
 
 
 def difference(

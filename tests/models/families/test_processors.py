@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -41,6 +41,7 @@ from energon_bridge.models.conversations.sequences import TOKEN_INPUTS
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, ProcessorFamily
 from energon_bridge.models.families.processor_calls import ProcessorCalls
 from energon_bridge.models.families.processor_plans import ProcessorPlans
+from energon_bridge.models.images.devices import normalise_on_device
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SHORT = {
@@ -73,6 +74,15 @@ BY_LONGEST = {
 }
 """Processors that pad sounds to the longest of a call before they make features, so the last ones of a shorter sound
 depend on the others of its batch. An encoder makes them of each sound alone."""
+_OWN_WAY = "has a way of its own that no program draws"
+CALLED = {
+    **dict.fromkeys(
+        ("MiniCPMV4_6Processor", "MiniCPMV4_7Processor", "MiniCPMOcrProcessor", "InklingProcessor"), _OWN_WAY
+    ),
+    "NemotronH_Omni_Reasoning_V3Processor": _OWN_WAY,
+    "Inkling2Processor": "it scales by resample=None",
+}
+"""Processors whose image processor is called, with the reason that is logged."""
 ONE_KIND = {"SmolVLMProcessor"}
 """Processors that leave out the images of a call with videos."""
 
@@ -98,6 +108,49 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours[box], theirs[box]) and all(
         int(values.count_nonzero()) == int(values[box].count_nonzero()) for values in (ours, theirs)
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", classes())
+def test_native_pixels_are_those_of_the_processor_in_each_type(name: str) -> None:
+    try:
+        processor = tiny_processor(name)
+        config = ChatConfig(chat_template=template_of(processor), seq_length=60_000, pixels="processor")
+        called_itself = ChatTemplateTaskEncoder.for_processor(processor, config)
+    except (ImportError, ConfigurationError) as error:
+        pytest.skip(str(error))
+    if "image" not in called_itself.family.counts:
+        pytest.skip(f"{name} takes no images")
+    assert called_itself.family.path is None
+    native = ChatTemplateTaskEncoder.for_processor(processor, replace(config, pixels=None))
+    if (reason := CALLED.get(name)) is not None:
+        assert reason in native.family.native.reason
+        return
+    assert native.family.path is not None, native.family.native.reason
+    assert processor.image_processor is native.family.image_processor  # the user's is as it was
+    kinds = ["image"]
+    for dtype in ("float32", "bfloat16", "uint8"):
+        try:
+            typed = ChatTemplateTaskEncoder.for_processor(
+                processor, replace(config, pixels=None, pixels_dtype=cast(Any, dtype))
+            )
+        except ConfigurationError as error:
+            if dtype == "uint8" and re.search("padded with zeros|bytes cannot be", str(error)):
+                continue
+            raise
+        for number in range(12 if LONG else 3):
+            sample, _ = conversation(number, kinds, processor)
+            wanted, made = called_itself.encode(sample).visual, typed.encode(sample).visual
+            if dtype == "uint8":
+                norm = {"pixel_norm": typed.family.path.byte_norm}
+                made = normalise_on_device({"visual_inputs": made, **norm})["visual_inputs"] if made else made
+            assert made.keys() == wanted.keys()
+            for key, value in made.items():
+                if dtype == "uint8" and value.is_floating_point():
+                    assert torch.allclose(value, wanted[key], atol=1e-5), key
+                else:
+                    assert torch.equal(value, wanted[key].to(value.dtype)), key
+                    assert dtype != "bfloat16" or value.dtype != torch.float32 or value.ndim < 2
 
 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,8 @@ def names() -> list[str]:
     found = set(PLAIN) | {f"{name}Pil" for name in PLAIN}
     for classes in IMAGE_PROCESSOR_MAPPING_NAMES.values():
         found |= {name for name in (classes.values() if isinstance(classes, dict) else classes) if name}
-    return sorted(name for name in found if name.removesuffix("Pil") in {*PROGRAMS, *PLAIN})
+    drawn = {f"{name}ImageProcessor" for name in PROGRAMS} | set(PLAIN)
+    return sorted(name for name in found if name.removesuffix("Pil") in drawn)
 
 
 def made(name: str) -> Any:
