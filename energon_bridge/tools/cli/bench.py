@@ -33,6 +33,8 @@ _GOOD_FIT = 0.8
 """R² below which fitted weights are doubtful."""
 _LOOKS = 4
 """How often in a run memory is looked at."""
+_FEWEST = 8
+"""Batches of each worker, at least, before the last look: by then it has as many waiting as it ever has."""
 _CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 
 
@@ -253,7 +255,8 @@ def _measure(
         memory = [0, 0, 0]
         batches = 0
         for look in range(1, _LOOKS + 1):
-            while time.perf_counter() - first < seconds * look / _LOOKS:
+            fewest = _FEWEST * options["num_workers"] if look == _LOOKS else 0
+            while time.perf_counter() - first < seconds * look / _LOOKS or batches < fewest:
                 batch = next(stream)
                 batches += 1
             memory = list(map(max, memory, _memory(options["num_workers"])))

@@ -283,7 +283,7 @@ def test_memory_is_that_of_a_run(tmp_path: Path, kind: str, workers: int) -> Non
 
     energon = ("-c", "from energon_bridge.tools.cli.main import main; main()")
     flags = [word for name, value in SETTINGS[kind].items() for word in (f"--{name.replace('_', '-')}", value)]
-    more = ("--num-workers", workers, "--seconds", 1, "--encoder", f"memory_encoders:{kind}", "--json")
+    more = ("--num-workers", workers, "--seconds", 2 if LONG else 1, "--encoder", f"memory_encoders:{kind}", "--json")
     (tmp_path / "bench.json").write_text(ask(*energon, "bench", data, *flags, *more))
     plan = ("plan", data, "--steps", 2000, *flags[:2], "--num-workers", workers, "--json")
     needs = json.loads(ask(*energon, *plan, "--bench", tmp_path / "bench.json", "--step-seconds", 1))["needs"]
