@@ -36,6 +36,7 @@ class Prompts(TrainerCallback):
     def __init__(self, loader: SavableDataLoader) -> None:
         self.loader = loader
         self.done: list[Any] = []
+        self.over = False
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         stream = iter(self.loader)
@@ -50,12 +51,15 @@ class Prompts(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop with the pass."""
+        self.over = True
         control.should_training_stop = control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state of the data last of all: a checkpoint that has it is complete."""
         path = Path(args.output_dir, f"checkpoint-{state.global_step}", STATE)
-        path.with_suffix(".new").write_text(json.dumps({"data": self.loader.state_dict(), "done": self.done}))
+        path.with_suffix(".new").write_text(
+            json.dumps({"data": self.loader.state_dict(), "done": self.done, "over": self.over})
+        )
         os.replace(path.with_suffix(".new"), path)
 
 
@@ -97,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> list[Any]:
         saved = json.loads(found[-1].read_text())
         prompts.loader.load_state_dict(saved["data"])
         prompts.done = saved["done"]
+        if saved["over"]:
+            return prompts.done
     arguments = GRPOConfig(
         output_dir=str(options.output),
         max_steps=1_000_000,  # the pass ends before

@@ -199,8 +199,9 @@ def test_sft_of_trl_goes_on_exactly(dataset: Path, tmp_path: Path, monkeypatch: 
     sys.modules.pop("huggingface_trainer", None)
 
 
+@pytest.mark.parametrize("seed", range(4, 12) if os.environ.get("ENERGON_LONG_TESTS") else [4])
 @pytest.mark.filterwarnings("ignore")
-def test_grpo_of_trl_learns_from_each_prompt_once_however_often_it_is_killed(tmp_path: Path) -> None:
+def test_grpo_of_trl_learns_from_each_prompt_once_however_often_it_is_killed(tmp_path: Path, seed: int) -> None:
     """It kills itself while rollouts are made, after a step, and before and after the state of the data is written."""
     pytest.importorskip("trl", reason="needs trl")
     spec = importlib.util.spec_from_file_location("trl_grpo", EXAMPLES / "trl_grpo.py")
@@ -233,7 +234,7 @@ def test_grpo_of_trl_learns_from_each_prompt_once_however_often_it_is_killed(tmp
         torch.set_num_threads(1)
         return example.main(["--data", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "run")])
 
-    throw = random.Random(4)
+    throw = random.Random(seed)
     kills = 0
     while True:
         fuse = throw.randrange(4, 40)
@@ -242,5 +243,5 @@ def test_grpo_of_trl_learns_from_each_prompt_once_however_often_it_is_killed(tmp
             break
         assert "exit status -9" in found, found
         kills += 1
-    assert kills >= 2
+    assert kills
     assert sorted(key[1] for key in found) == list(range(18))

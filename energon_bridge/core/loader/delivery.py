@@ -94,7 +94,10 @@ class Delivery:
         position = self.position
         if isinstance(position, FinitePass):
             in_order = not self.spec.shuffled  # validation starts again, training continues
-            ended = position.is_over and not (position.out is not None and position.out.due)
+            out = position.out
+            ended = position.is_over and (out is None or not (out.due or (self.resumed and not out.ended)))
+            if out is not None and ended:
+                out.ended = False
             if ended or (in_order and not self.resumed):
                 position.rewind()
                 # Workers that run on have the listing of the pass that they were started in.
@@ -143,6 +146,8 @@ class Delivery:
                 if self._copies is not None:
                     self._copy_ahead()
                 return item.batch
+        if position.out is not None:
+            position.out.ended = True
         raise StopIteration
 
     def _delivered_again(self, out: Outstanding) -> Any:

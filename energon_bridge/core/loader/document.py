@@ -20,7 +20,7 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
                "leaf_sums": column,          # likewise, in a blend by amounts
                "held": column, "held_rows": [column, ...], "held_members": [column, ...]},
      "out": {"ranks": [[rank, ...], of how many], "size": n,     # with `keep_until_done`
-             "rows": [column, ...], "counts": [done, again, dropped]},
+             "rows": [column, ...], "counts": [done, again, dropped], "ended": bool},
      "checksum": 16 hexadecimal digits}
 
 *held* is the number of rows of each lane that wait to be packed or batched; the columns of their arrays follow, lane
@@ -111,6 +111,7 @@ class SavedOut:
         rows: `COLUMNS` of each sample, shape (samples, 7): the pass and the place in the order of delivery, the
             reference to the sample, and the rollouts that are left.
         counts: How many were done, came again and were dropped.
+        ended: Whether the program has seen the end of the pass.
     """
 
     COLUMNS: ClassVar[tuple[tuple[int, int], ...]] = (
@@ -121,6 +122,7 @@ class SavedOut:
     size: int
     rows: IntArray
     counts: tuple[int, ...]
+    ended: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +185,7 @@ def write(saved: SavedRun) -> State:
         rows = [encode_column(column) for column in out.rows.T]
         ranks = [[*out.ranks], out.size]
         document["out"] = {"ranks": ranks, "size": len(out.rows), "rows": rows, "counts": [*out.counts]}
+        document["out"]["ended"] = out.ended
     lanes = write_lanes(saved.lanes)
     if "unit" in saved.settings:
         nothing = (0,) * len(saved.leaves)
@@ -420,6 +423,8 @@ def _read_out(value: Any, leaves: Sequence[State]) -> SavedOut:
         raise damaged("out.ranks", f"should be a list of ranks and their number, found {shown(ranks)}")
     if not isinstance(counts, list) or len(counts) != 3:
         raise damaged("out.counts", f"should be three numbers, found {shown(counts)}")
+    if not isinstance(ended := _entry(entry, "ended", "out"), bool):
+        raise damaged("out.ended", f"should be true or false, found {shown(ended)}")
     size = _number(ranks[1], "out.ranks", 1, LARGEST)
     owners = [_number(rank, "out.ranks", 0, size - 1) for rank in ranks[0]]
     if any(later <= rank for rank, later in pairwise(owners)):
@@ -434,6 +439,7 @@ def _read_out(value: Any, leaves: Sequence[State]) -> SavedOut:
         size=size,
         rows=rows,
         counts=tuple(_number(count, "out.counts", 0, _MOST_COUNTED) for count in counts),
+        ended=ended,
     )
 
 

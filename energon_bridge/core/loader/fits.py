@@ -264,7 +264,13 @@ def _out_of(runs: Sequence[SavedRun]) -> SavedOut | None:
             counts += part.counts
         ranks |= {*part.ranks}
     rows = np.unique(np.concatenate([part.rows for part in parts]), axis=0)  # by pass and place, its first columns
-    return SavedOut(ranks=tuple(sorted(ranks)), size=parts[0].size, rows=rows, counts=tuple(map(int, counts)))
+    return SavedOut(
+        ranks=tuple(sorted(ranks)),
+        size=parts[0].size,
+        rows=rows,
+        counts=tuple(map(int, counts)),
+        ended=all(part.ended for part in parts),
+    )
 
 
 def merge(states: Sequence[Any]) -> State:

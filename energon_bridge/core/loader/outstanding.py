@@ -96,6 +96,8 @@ class Outstanding:
         out: By restore key.
         due: The microbatches that come again.
         counts: How many were done, came again and were dropped.
+        ended: Whether the program has seen the end of the pass. If not, the first iterator after a restore finishes
+            that pass, also where nothing is left of it.
     """
 
     def __init__(self, repeats: int, rows: int, rank: int, ranks: int, group: Any) -> None:
@@ -107,6 +109,7 @@ class Outstanding:
         self.out: dict[SampleKey, Out] = {}
         self.due: deque[Step] = deque()
         self.counts = [0] * (len(COUNTED) - 1)
+        self.ended = False
         self._has_said_many = False
 
     @property
@@ -120,12 +123,14 @@ class Outstanding:
         other.out = dict(self.out)
         other.due = deque(self.due)
         other.counts = list(self.counts)
+        other.ended = self.ended
         return other
 
     def clear(self) -> None:
         """Forget all of them."""
         self.out.clear()
         self.due.clear()
+        self.ended = False
         self.counts = [0] * (len(COUNTED) - 1)
 
     def metrics(self) -> dict[str, float]:
@@ -249,6 +254,7 @@ class Outstanding:
             size=self._ranks,
             rows=np.array(rows, dtype=np.int64).reshape(-1, len(SavedOut.COLUMNS)),
             counts=tuple(self.counts),
+            ended=self.ended,
         )
 
     def restored(self, saved: SavedRun, here: Iterable[str]) -> Self:
@@ -261,6 +267,7 @@ class Outstanding:
         known = saved.out
         if known is None:
             return other
+        other.ended = known.ended
         whole = known.ranks == tuple(range(known.size))
         own = known.ranks == (self._rank,) and known.size == self._ranks
         if not (whole or own):

@@ -155,6 +155,26 @@ def test_each_sample_of_an_epoch_is_done_once_over_many_stops(data: Path, ranks:
     assert not last.outstanding
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_whose_end_was_not_seen_ends_after_a_restore(data: Path, workers: int) -> None:
+    """All is done, but the loop that took the last batch was killed before it ended: it gets no second epoch."""
+    dataset = train_dataset(data / "text", batch_size=10, repeat=False)
+    loader = one(dataset)
+    batches = iter(loader)
+    for _ in range(4):  # 37 samples
+        loader.done(next(batches).__restore_key__)
+    unseen = json.loads(json.dumps(loader.save_state_rank()))
+    assert list(batches) == []
+    seen = json.loads(json.dumps(loader.save_state_rank()))
+    (resumed,) = loaders(dataset, 1, workers, unseen)
+    assert list(resumed) == []
+    second = [key for batch in resumed for key in keys_of(batch)]
+    (resumed,) = loaders(dataset, 1, workers, seen)
+    assert [key for batch in resumed for key in keys_of(batch)] == second
+    assert len(second) == SAMPLES
+    assert {key[2] for key in second} == {1}
+
+
 def test_a_prompt_at_a_time(data: Path) -> None:
     """Without batches, samples come again one by one, equal to the byte, and so does `restore_sample`."""
     dataset = train_dataset(data / "text", batch_size=None)
@@ -566,6 +586,7 @@ def column(change: Any) -> Any:
         ("ranks", 7, r"out\.ranks should be a list"),
         ("ranks", [[0, 0], 2], r"out\.ranks should be in ascending order"),
         ("ranks", [[1], 1], r"out\.ranks should be a number from 0 to 0"),
+        ("ended", 1, r"out\.ended should be true or false, found 1"),
         ("counts", [1, 2], r"out\.counts should be three numbers"),
         ("counts", [1, 2, -1], r"out\.counts should be a number from 0"),
         ("size", 5, r"out\.rows\[0\] has 4 integers, expected 5"),
