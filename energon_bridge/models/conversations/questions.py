@@ -285,6 +285,8 @@ def said_by_annotators(value: Any) -> list[str] | None:
     """Return the texts of VQAv2's and VizWiz' answers, what most annotators say first; None for anything else."""
     if not isinstance(value, list | tuple) or not value or not all(isinstance(one, Mapping) for one in value):
         return None
+    if any(name in one for one in value for name in ("rank", "score", "rating")):  # of several models
+        return None
     texts = [one.get("answer") for one in value]
     if not all(isinstance(text, str) for text in texts):
         return None
@@ -618,10 +620,14 @@ def is_metadata(column: str) -> bool:
 
 def split_column(columns: Iterable[str]) -> str | None:
     """Return the column that says of which split each row is."""
-    return next((column for column in columns if column.lower() in _SPLITS), None)
+    lower = {column.lower(): column for column in columns}
+    return next((lower[name] for name in _SPLITS if name in lower), None)
 
 
-_SPLITS = ("split", "splits", "data_split", "dataset_split", "split_name", "subset", "partition", "set", "usage")
+_SPLITS = (
+    *("split", "splits", "data_split", "dataset_split", "split_name", "split_type", "origin_split", "subset"),
+    *("partition", "partition_name", "set", "set_name", "usage", "purpose", "phase", "fold", "stage", "mode"),
+)
 
 
 def says_held_out(name: object) -> bool:
@@ -631,7 +637,8 @@ def says_held_out(name: object) -> bool:
 
 
 _HELD_OUT = re.compile(
-    r"(?<![a-z])((test|eval|evaluation|val|valid|validation|dev)(s|set|data|split|ing)?|held[-_ ]?out|holdout)(?![a-z])"
+    r"(?<![a-z])((mini|dev)?(test|eval|evaluation|evaluate|val|valid|validation|validate|dev)"
+    r"(s|set|data|split|ing|dev|mini|std)?|held[-_ ]?out|holdout)(?![a-z])"
 )
 
 

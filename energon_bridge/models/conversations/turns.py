@@ -24,6 +24,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from energon_bridge.models.conversations.questions import (
     composed,
     first_answer,
     not_said,
+    texts_in,
     texts_of,
     unknown_texts,
 )
@@ -56,7 +58,7 @@ PAIRS = (
     *(("query", "answer"), ("problem", "solution"), ("problem", "answer"), ("q", "a")),
     *(("instruction", "outputs"), ("inputs", "outputs"), ("inputs", "targets")),
 )
-SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "systemPrompt", "systemInstruction")
 """Columns of the system prompt beside turns or a pair."""
 BESIDE_PAIRS = ("input", "history", "system", "tools")
 """Columns that belong to a pair without being part of its question (`questions` has those)."""
@@ -107,6 +109,7 @@ FLAGS: Mapping[str, bool] = MappingProxyType(
 _DETAILS = ("train_detail", "training_detail")
 
 _SAYING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # in place of a content
+_THOUGHTS = ("think", "thought", "thoughts", "cot", "chain_of_thought", "thinking_content", "reasoning_text")
 _UNSAID = ("refusal", "audio")  # no template writes these
 _PAYLOADS = ("url", "path", "src", "value", "source", "data", "bytes")
 _HINTS = ("type", "index", "detail", "format", "media_type", "mime_type", "cache_control")
@@ -143,6 +146,13 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
                 f"turn has it: write it into its turn, or convert the list with --ignore {' --ignore '.join(lost)}"
             )
         turns = known_turns(_listed(entry, name))
+        for other in (other for other in CONVERSATIONS if other != name and entry.get(other)):
+            said = "\n".join(text for turn in turns for text in _said_by(turn))
+            if any(text not in said for turn in known_turns(_listed(entry, other)) for text in _said_by(turn)):
+                raise SampleError(
+                    f"`{other}` says something else than `{name}` beside it, and only `{name}` would be learned: "
+                    f"convert the list with --ignore {other}, or --ignore {name}"
+                )
     else:
         assert pair is not None
         if unknown := unknown_texts(entry, KNOWN_BESIDE, pair):
@@ -158,6 +168,14 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
             "and boxes into the texts, as the model has them"
         )
     return turns
+
+
+def _said_by(turn: RawTurn) -> list[str]:
+    """Return the texts of a turn, without places."""
+    content = _content(turn) if isinstance(turn, MAPPING) else None
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = (part_text(part) or "" for part in parts if part_kind(part) == "text")
+    return [_PLACES.sub("", text).strip() for text in texts]
 
 
 def not_in_turns(entry: Mapping[str, Any]) -> list[str]:
@@ -386,12 +404,26 @@ def read_tools(entry: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools beside the turns or the pair of an entry; `functions` are those of OpenAI's first form.
 
     Raises:
-        SampleError: They are no JSON schemas.
+        SampleError: They are no JSON schemas, or stand under another name.
     """
     if tools := listed_tools(entry.get("tools")):
         return tools
     functions = listed_tools(entry.get("functions"), "functions")
+    if functions is None and (other := next((one for one in entry if _has_tools(one, entry[one])), None)):
+        raise SampleError(f"`{other}` has tools ({_short(entry[other])}), which would not be shown: call it `tools`")
     return functions and [{"type": "function", "function": one} for one in functions]
+
+
+def _has_tools(name: str, value: Any) -> bool:
+    """Return whether a column of another name than `tools` and `functions` has schemas of tools."""
+    if not value or not any(word in name.lower() for word in ("tool", "function")) or name in CONVERSATIONS:
+        return False
+    with suppress(SampleError):
+        return any(_SCHEMA & tool.keys() for tool in listed_tools(value) or () if isinstance(tool, Mapping))
+    return False
+
+
+_SCHEMA = {"parameters", "input_schema", "function"}
 
 
 def listed_tools(tools: Any, name: str = "tools") -> list[Any] | None:
@@ -463,6 +495,8 @@ def _turns_of_pair(
 def _pair_turn(turn: Any) -> list[RawTurn]:
     """Return the two turns of a pair; anything else as it is."""
     if isinstance(turn, Mapping) and (pair := find_pair(turn)) is not None:
+        for name in turn.keys() - {*pair}:
+            _check_no_file(name, turn[name], "user")
         return _turns_of_pair(turn, pair)
     if isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
         return [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -665,14 +699,17 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
                 f"video or sound: add a column image, video or audio with its file, or leave this one out (energon "
                 f"convert with --ignore {name})"
             )
-    return None
+    pairs = (one for name in (*CONVERSATIONS, *SEVERAL) if isinstance(entry.get(name), list) for one in entry[name])
+    unseen = next((one for pair in pairs if isinstance(pair, Mapping) and (one := unseen_medium(pair))), None)
+    return unseen and unseen.partition(", or leave this one out")[0]
 
 
 _URIS = ("data:image/", "data:video/", "data:audio/")
 _OF_IMAGES = ("image", "img", "picture", "photo", "coco", "flickr", "vg")
 _NAMES_MEDIUM = re.compile(rf"({'|'.join(_OF_IMAGES)}|video|vid|youtube|yt|audio|audiocap|sound)s?_?ids?")
 _NAMES_FILE = re.compile(
-    r"(image|img|picture|photo|video|audio|sound|speech|wav)s?_?(file_?)?(path|name|file)?s?|file_?(path|name)?"
+    r"(image|img|picture|photo|video|audio|sound|speech|wav)s?_?(file_?)?(path|name|file|url)?s?|file_?(path|name)?"
+    r"|attachments?|media|files"
 )
 
 
@@ -735,9 +772,10 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             if text is not None:
                 inline = _INLINE.search(text) if role != "assistant" and "</" in text else None
                 if inline is not None and medium_by_name(inline[1]) is not None:
+                    kind = next(kind for kind in MEDIA if kind[:2] == inline[0][1:3])
                     raise SampleError(
-                        f"a text names an image as {_short(inline[0])}, which would be seen as text: write '<image>' "
-                        "there, and its path in `images`"
+                        f"a text names {'a' if kind == 'video' else 'an'} {kind} as {_short(inline[0])}, which would "
+                        f"be seen as text: write '<{kind}>' there, and its path in `{kind}s`"
                     )
                 continue
             assert kind != "text"
@@ -751,12 +789,48 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
                     f"the {kind}s in the order of their places"
                 )
             counts[kind] += 1
-        if role != "assistant" and not turn.keys() <= _OWN_KEYS and any(_counted([turn])[0][one] for one in _CUT):
+        if turn.keys() <= _OWN_KEYS:
+            continue
+        if role == "assistant":
+            _check_reasoning(turn)
+            continue
+        for key in turn.keys() - _OWN_KEYS:
+            _check_no_file(key, turn[key], role)
+        if any(_counted([turn])[0][one] for one in _CUT):
             check_unseen(_without(turn, *_OWN_KEYS), f"the turn of {role!r}")
     if not any(learned):
         said = any(ROLES[str(_role_name(turn))] == "assistant" for turn in turns)
         flagged = ": keys of its turns (weight, loss, train, …) leave out what would be learned" if said else ""
         raise SampleError(f"the conversation has no answer to learn{flagged}")
+
+
+def _check_reasoning(turn: RawTurn) -> None:
+    """Raise SampleError for reasoning under a key that no template writes, unless the content has it, too."""
+    said = "\n".join(texts_in(_content(turn)))
+    texts = {key: text.strip() for key in _THOUGHTS if isinstance(text := turn.get(key), str)}
+    if lost := next((key for key, text in texts.items() if text not in said), None):
+        raise SampleError(
+            f"an answer has reasoning in `{lost}` ({_short(turn[lost])}), which would not be learned: call it "
+            "reasoning_content, or leave it out"
+        )
+
+
+def _check_no_file(name: str, value: Any, role: str) -> None:
+    """Raise SampleError for a key of a turn, or of a pair, with an image, video or sound, which would not be seen."""
+    if value and _NAMES_FILE.fullmatch(name.lower()) and _is_file(value):
+        raise SampleError(
+            f"a turn of {role!r} has a file in `{name}` ({_short(value)}), which would not be seen: list the files of "
+            f"all turns in `images`, `videos` or `audios` beside them, or write it as a part of its content"
+        )
+
+
+def _is_file(value: Any) -> bool:
+    """Return whether a value names a medium, or has one: a path, a URL, base64, bytes; of a list or object, any."""
+    if isinstance(value, list | tuple | Mapping):
+        return any(map(_is_file, value.values() if isinstance(value, Mapping) else value))
+    if not isinstance(value, str):
+        return isinstance(value, bytes)
+    return value.startswith(_URIS) or is_base64(value) or kind_by_name(value.partition("?")[0]) is not None
 
 
 def check_places(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> None:

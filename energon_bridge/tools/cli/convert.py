@@ -46,6 +46,7 @@ from energon_bridge.tools.convert.hub import download, is_hub, stream
 from energon_bridge.tools.convert.lists import (
     answers_of,
     check_beside,
+    check_captions,
     check_media_meant,
     check_whole,
     first_held_out,
@@ -258,6 +259,7 @@ def _layout(
         return _chosen_layout(source, source.propose(), sample_type, fields, asking=asking)
     rows = first_rows(source)
     if sample_type is None:
+        check_captions(rows)
         check_media_meant(rows, "convert without them: --sample-type CrudeSample")
         kept = [by_options(row, replace(of_rows, question=None, answers_as=None)) for row in rows]
         check_whole(kept, "learn the texts alone: --sample-type TextSample --field text=COLUMN.")

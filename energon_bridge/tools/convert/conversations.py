@@ -22,6 +22,7 @@ from energon_bridge.models.conversations.questions import (
     options_of,
     says_held_out,
     split_column,
+    texts_of,
 )
 from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
 from energon_bridge.models.conversations.turns import (
@@ -369,6 +370,7 @@ def by_options(row: Row, layout: Layout) -> Row:
     Raises:
         SourceError: They are not understood.
     """
+    row = _with_lists(row, layout)
     if not (layout.ignored or layout.question or layout.answers_as):
         return row
     values = {name: value for name, value in row.values.items() if name not in layout.ignored}
@@ -396,6 +398,13 @@ def with_choice(row: Row, layout: Layout) -> Row:
         options = options_of({"choices": row.values[choices]})
         number = options and chosen(row.values[column], options, "correct_choice_idx", layout.answers_as)
     return replace(row, values={**row.values, column: number})
+
+
+def _with_lists(row: Row, layout: Layout) -> Row:
+    """Return a row whose lists of captions are lists, also those that are written as JSON or by Python."""
+    columns = [access.removesuffix("[0]") for access in layout.fields.values() if access.endswith("[0]")]
+    lists = {name: listed for name in columns if (listed := texts_of(row.values.get(name))) is not None}
+    return replace(row, values={**row.values, **lists}) if lists else row
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from energon_bridge.models.conversations.questions import (
     says_held_out,
     short_text,
     template_columns,
+    texts_of,
     unknown_texts,
 )
 from energon_bridge.models.conversations.segments import is_option
@@ -332,9 +333,19 @@ def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
 
 def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, list[str] | SourceError]]:
     """Yield the lines and content of each row that is not blank, or its error; reading goes on with the next line."""
-    reader = csv.reader(io.StringIO(text, ""), delimiter=delimiter, strict=True)
+    header = next(csv.reader(io.StringIO(text.lstrip("\r\n"), ""), delimiter=delimiter), [])
+    is_spaced = delimiter == "|" and all(name.startswith(" ") for name in header[1:])  # `image| comment`, of Flickr30k
+    of_row: list[str] = []
+
+    def lines() -> Iterator[str]:
+        for line in io.StringIO(text, ""):
+            of_row.append(line)
+            yield line
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
     while True:
         first = reader.line_num + 1
+        of_row.clear()
         row: list[str] | SourceError
         try:
             row = next(reader)
@@ -344,6 +355,13 @@ def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, list
             row = SourceError(
                 f"{path}, {_lines(first, reader.line_num)}: cannot be read as {delimiter!r}-separated text: {error}. A "
                 'field with a quote is between quotes, and has the quote twice: "a ""b"" c".'
+            )
+        are_rows = {line.count("\t") for line in of_row} == {len(header) - 1}
+        if delimiter == "\t" and len(header) > 2 and len(of_row) > 1 and are_rows:
+            row = SourceError(
+                f"{path}, {_lines(first, reader.line_num)}: each is a row by itself, but a field of the first begins "
+                "with a quote that ends in the last, which makes one row of them. Write quotes in such fields twice, "
+                'and one more around them: """Hello"" she said".'
             )
         if row:
             yield _lines(first, reader.line_num), row
@@ -484,6 +502,19 @@ def check_media_meant(rows: Sequence[Row], without: str) -> None:
             )
 
 
+def check_captions(rows: Sequence[Row]) -> None:
+    """Raise SourceError if all captions beside the first media are rows of numbers: boxes, as YOLO writes them."""
+    texts = [text.read() for row in rows if isinstance(text := row.files.get("caption"), TextRef)]
+    if any(texts) and all(map(_NUMBERS.fullmatch, texts)):
+        raise SourceError(
+            f"{rows[0].where}: the text beside it has numbers only ({max(texts)[:60].decode()!r}), as boxes have, and "
+            "so have others. Move these texts away; or learn them: --sample-type CaptioningSample."
+        )
+
+
+_NUMBERS = re.compile(rb"([0-9]+([ \t]+-?[0-9.]+){4,}[ \t]*(\r?\n|\Z))*")
+
+
 def check_whole(rows: Sequence[Row], without: str) -> None:
     """Raise SourceError if each row is only a part of what was said, or the caption of something that is not there.
 
@@ -546,7 +577,7 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
         fields = {**image, "context": question} | ({"answers": answers} if answers else {})
         return Layout(sample_type="VQASample", fields=fields, bare=bare)
     if caption is not None:
-        texts = [row.values[caption] for row in rows if row.values.get(caption) is not None]
+        texts = [texts_of(row.values[caption]) or row.values[caption] for row in rows if row.values.get(caption)]
         access = caption + ("[0]" if 2 * sum(isinstance(one, list) for one in texts) > len(texts) else "")
         return Layout(sample_type="CaptioningSample", fields={**image, "caption": access}, bare=bare)
     if label is not None:

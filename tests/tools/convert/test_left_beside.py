@@ -1,0 +1,168 @@
+"""What tools and sets write beside texts, under other names or in other places: learned, or refused by its name."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from delivered import delivered
+from sources import convert, picture, refused, write_pictures
+
+ALL = ("--split-ratio", "1,0,0")
+ANSWER = {"role": "assistant", "content": "x"}
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+
+
+def talk(**beside: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "What?"}, ANSWER], **beside}
+
+
+def turn(role: str = "user", **keys: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "What?"}, ANSWER]
+    return {"messages": [{**one, **keys} if one["role"] == role else one for one in turns]}
+
+
+def written(folder: Path, rows: Any, name: str = "rows.jsonl") -> Path:
+    write_pictures(folder, ["a.png", "b.png"])
+    path = folder / name
+    path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["system_message", "system_instruction", "systemPrompt"])
+def test_system_prompts_under_other_names_are_learned(tmp_path: Path, name: str) -> None:
+    rows = [talk(**{name: "Be kind."}), {"question": "What?", "answer": "x", name: "Be kind."}]
+    path = written(tmp_path, rows)
+    convert(path, tmp_path / "out", *ALL)
+    for source in (path, tmp_path / "out"):
+        for sample in delivered(source):
+            turns = [(one["role"], one["content"]) for one in sample.messages if one["role"] != "system"]
+            systems = [one["content"] for one in sample.messages if one["role"] == "system"] or [sample.system]
+            assert (systems, turns) == (["Be kind."], [("user", "What?"), ("assistant", "x")])
+
+
+INLINE = base64.b64encode(picture(0)).decode()
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an image of a turn, as of Ollama": (turn(images=[INLINE]), "a turn of 'user' has a file in `images`"),
+    "its path": (turn(image="a.png"), "a turn of 'user' has a file in `image` ('a.png')"),
+    "an object": (turn(attachments=[{"path": "a.png"}]), "a turn of 'user' has a file in `attachments`"),
+    "an image of a pair": (
+        {"qas": [{"question": "What?", "answer": "x", "image": "a.png"}]},
+        "a turn of 'user' has a file in `image`",
+    ),
+    "an id in a pair, as of Visual Genome": (
+        {"id": 1, "qas": [{"question": "What?", "answer": "x", "image_id": 1, "qa_id": 2}]},
+        "`image_id` (1) seems to name what the question is about",
+    ),
+    "tools": (talk(available_tools=[TOOL]), "`available_tools` has tools"),
+    "tools as JSON": (talk(tool_definitions=json.dumps([TOOL])), "call it `tools`"),
+    "two conversations": (talk(conversations=[{"from": "human", "value": "Why?"}]), "--ignore conversations"),
+    "reasoning": (turn("assistant", thought="It is so."), "call it reasoning_content"),
+    "a sound in a text": (
+        {"messages": [{"role": "user", "content": "<audio>a.wav</audio> What?"}, ANSWER]},
+        "write '<audio>' there, and its path in `audios`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_turn_has_is_refused(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    entry, message = REFUSED[name]
+    path = written(tmp_path, [entry])
+    assert message in refused(path, tmp_path / "out", *ALL)
+    with pytest.raises(Exception, match="skipped"):
+        delivered(path)
+    assert message.partition("--ignore")[0] in caplog.text
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "ids of pairs beside an image": {
+        "image": "a.png",
+        "qas": [{"question": "What?", "answer": "x", "image_id": 1}],
+    },
+    "what tools were used": talk(tools_used=["f"], tool_count=1, functions_json="{"),
+    "the same twice": talk(conversations=[{"from": "human", "value": "What?"}, {"from": "gpt", "value": "x"}]),
+    "a thought that is in the answer": turn("assistant", thought="x", cot=None),
+    "no image": turn(images=[], image=None, attachments="none"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_says_nothing_new_is_left_beside(tmp_path: Path, name: str) -> None:
+    convert(written(tmp_path, [KEPT[name]]), tmp_path / "out", *ALL)
+    (sample,) = delivered(tmp_path / "out")
+    assert [one.get("content", one.get("value")) for one in sample.messages] == ["What?", "x"]
+
+
+def test_answers_of_several_models_are_not_those_of_annotators(tmp_path: Path) -> None:
+    answers = [{"answer": "worse", "rank": 2}, {"answer": "better", "rank": 1}]
+    path = written(tmp_path, [{"prompt": "Why?", "answers": answers}])
+    assert "training needs a cooker" in convert(path, tmp_path / "out", *ALL)
+
+
+@pytest.mark.parametrize("listed", ['["A red one.", "B."]', "['A red one.', 'B.']"])
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_captions_that_are_a_list_in_a_text(tmp_path: Path, listed: str, form: str) -> None:
+    if form == "csv":
+        path = written(tmp_path, 'image,captions\na.png,"' + listed.replace('"', '""') + '"\n', "rows.csv")
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        path = tmp_path / "rows.parquet"
+        rows = [{"image": {"bytes": picture(0), "path": "a.jpg"}, "captions": listed}]
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
+        assert [sample.caption for sample in delivered(path)] == ["A red one."]
+    convert(path, tmp_path / "out", *ALL)
+    assert [sample.caption for sample in delivered(tmp_path / "out")] == ["A red one."]
+
+
+@pytest.mark.parametrize(
+    ("column", "split"),
+    [
+        *(("split", name) for name in ("testdev", "testmini", "devtest", "minival", "teststd", "validate")),
+        *((name, "test") for name in ("set_name", "phase", "split_type", "fold")),
+    ],
+)
+def test_rows_of_tests_in_the_words_of_public_sets(tmp_path: Path, column: str, split: str) -> None:
+    """GQA, MathVista, FLORES, Detectron, VQAv2; TextVQA's column."""
+    text = f"image,mode,caption,{column}\na.png,RGB,One.,train\nb.png,RGB,Two.,{split}\n"
+    told = refused(written(tmp_path, text, "rows.csv"), tmp_path / "out", *ALL)
+    assert f"row 3: `{column}` is {split!r}, and other rows are to be learned" in told
+
+
+@pytest.mark.parametrize("split", ["restval", "trainval", "attest", "valued", "contest"])
+def test_other_words_are_no_splits(tmp_path: Path, split: str) -> None:
+    text = f"image,caption,split\na.png,One.,train\nb.png,Two.,{split}\n"
+    convert(written(tmp_path, text, "rows.csv"), tmp_path / "out", *ALL)
+    assert len(delivered(tmp_path / "out")) == 2
+
+
+def test_blanks_behind_bars_belong_to_them(tmp_path: Path) -> None:
+    """Flickr30k's results.csv."""
+    text = 'image_name| comment_number| comment\na.png| 0| Two men.\nb.png| 1| "One | two."\n'
+    convert(written(tmp_path, text, "results.csv"), tmp_path / "out", *ALL)
+    assert [sample.caption for sample in delivered(tmp_path / "out")] == ["Two men.", "One | two."]
+
+
+def test_rows_that_quotes_join_are_refused(tmp_path: Path) -> None:
+    """Tables of Common Voice have no quotes around fields, but in them."""
+    rows = 'a.png\t"Hello.\t2\nb.png\tshe said"\t3\nb.png\tBye.\t4\n'
+    path = written(tmp_path, f"image\tcaption\tvotes\n{rows}", "rows.tsv")
+    assert "lines 2 to 3: each is a row by itself" in refused(path, tmp_path / "out", *ALL)
+    fixed = rows.replace('"Hello.', '"""Hello."').replace('she said"', '"she said"""')
+    path = written(tmp_path, f"image\tcaption\tvotes\n{fixed}", "rows.tsv")
+    convert(path, tmp_path / "out", *ALL)
+    assert [sample.caption for sample in delivered(tmp_path / "out")] == ['"Hello.', 'she said"', "Bye."]
+
+
+def test_boxes_are_no_captions(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "in", ["a.png", "b.png", "c.png"])
+    for name, text in {"a": "0 0.5 0.5 0.1 0.1\n", "b": "", "c": "1 0.5 0.5 0.1 0.1\n7 0.2 0.5 0.1 0.1"}.items():
+        (tmp_path / f"in/{name}.txt").write_text(text)
+    assert "numbers only" in refused(tmp_path / "in", tmp_path / "out", *ALL)
+    convert(tmp_path / "in", tmp_path / "out", *ALL, "--sample-type", "CaptioningSample")
+    (tmp_path / "in/b.txt").write_text("1 2 3 4 5 " * 200 + "and so on")
+    convert(tmp_path / "in", tmp_path / "more", *ALL)
