@@ -46,6 +46,7 @@ from energon_bridge.models.conversations.turns import (
     listed_tools,
     medium_by_name,
     mismatch,
+    natural_order,
     own_payload,
     part_kind,
     part_text,
@@ -324,7 +325,7 @@ def _media(sample: Any, kind: Kind) -> list[Any]:
 def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
     """Return a crude sample's own images, videos or sounds: `2.jpg` before `10.jpg`."""
     names = (name for name in sample if not name.startswith("__") and _medium(name) == kind)
-    return [sample[name] for name in sorted(names, key=_by_number)]
+    return [sample[name] for name in sorted(names, key=natural_order)]
 
 
 def _medium(name: str) -> Medium | None:
@@ -332,10 +333,6 @@ def _medium(name: str) -> Medium | None:
     if extension in IMAGE_EXTENSIONS:
         return "image"
     return av_medium_by_name(name) if extension in AV_EXTENSIONS else medium_by_name(name)
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
 def _is_frame(value: Any) -> bool:

@@ -627,6 +627,11 @@ def medium_by_name(name: str) -> Medium | None:
     return av_medium_by_name(name) if kind == "av" else kind
 
 
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return the key by which the media of a sample are sorted: `2.jpg` before `10.jpg`."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+
+
 def av_medium_by_name(name: str) -> Medium:
     """Return `video` or `audio` for a part of a sample with such a name, else None."""
     first, _, rest = name.lower().partition(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,7 +99,7 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
     contents = [name for name in columns if any(map(_has_contents, (value for _, value in seen[name])))]
     if not contents:
         return tuple(columns)
-    return tuple(name for name in columns if name in contents or not _is_origin(name, seen[name], media))
+    return tuple(name for name in columns if name in contents or not _is_origin(name, seen[name], contents, media))
 
 
 def _has_contents(value: Any) -> bool:
@@ -108,10 +109,14 @@ def _has_contents(value: Any) -> bool:
     return isinstance(value, bytes) or (isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes))
 
 
-def _is_origin(column: str, values: Iterable[tuple[bool, Any]], media: MediaRoot) -> bool:
-    """Return whether values are names of files that are not there: `file`, `path` or an id beside the contents."""
+def _is_origin(column: str, values: Iterable[tuple[bool, Any]], contents: Iterable[str], media: MediaRoot) -> bool:
+    """Return whether values are names of files that are not there: `file`, `image_path` or an id beside `image`."""
     texts = [value for _, value in values]
-    if is_media_column(column) or not all(isinstance(value, str) and not value.startswith("data:") for value in texts):
+    of_contents = "|".join(re.escape(name.lower().removesuffix("s")) for name in contents)
+    is_name = re.fullmatch(rf"({of_contents})s?_?(file)?_?(path|name|file)s?", column.lower()) is not None
+    if is_media_column(column) and not is_name:
+        return False
+    if not all(isinstance(value, str) and not value.startswith("data:") for value in texts):
         return False
     return not any(is_file_of(value, "", media) for value in texts)
 

@@ -49,6 +49,7 @@ from energon_bridge.models.conversations.turns import (
     has_pairs,
     has_preferences,
     medium_by_name,
+    natural_order,
     not_in_turns,
     unseen_medium,
 )
@@ -625,6 +626,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     """
     if layout.question is not None or not (layout.is_crude or "context" in layout.fields):
         return
+    _check_order(rows, layout)
     mapped = {access.partition("[")[0] for access in layout.fields.values()}
     known = (*KNOWN_BESIDE, *mapped, *layout.ignored)
     short: dict[str, list[str]] = {}
@@ -652,6 +654,26 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     for name, texts in short.items():
         if len(texts) < 4 or 2 * len({*texts}) > len(texts):  # else it names categories
             raise SourceError(f"{rows[0].where}: {_beside([name], {name: texts[0]}, None, remedy)}")
+
+
+def _check_order(rows: Sequence[Row], layout: Layout) -> None:
+    """Raise SourceError if a question has media in columns whose names, by which they are sorted, are not in order."""
+    for row in rows:
+        if not layout.is_crude or (find_pair(row.values) is None and not has_pairs(row.values)):
+            continue
+        kinds: dict[str | None, list[str]] = {}
+        for name, of in row.files.items():
+            first = of[0] if isinstance(of, tuple) and of else of
+            if name not in layout.ignored and not isinstance(first, tuple):
+                kinds.setdefault(medium_by_name(f"{name}.{first.extension}"), []).append(name)
+        for kind, names in kinds.items():
+            ordered = sorted(names, key=lambda name: natural_order(f"{name}."))
+            if kind is not None and ordered != names and len({re.sub(r"\d+", "", name) for name in names}) > 1:
+                raise SourceError(
+                    f"{row.where}: a question has {kind}s in the columns {', '.join(names)}, and they would be shown "
+                    f"in the order of the names, {', '.join(ordered)}. Write one list `{kind}s` in the right order, or "
+                    f"leave columns out (energon convert with --ignore {ordered[0]})."
+                )
 
 
 def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, str] | None, remedy: str) -> str:

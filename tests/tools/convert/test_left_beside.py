@@ -11,6 +11,8 @@ import pytest
 from delivered import delivered
 from sources import convert, picture, refused, write_pictures
 
+from energon_bridge.core.errors import SourceError
+
 ALL = ("--split-ratio", "1,0,0")
 ANSWER = {"role": "assistant", "content": "x"}
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
@@ -166,3 +168,56 @@ def test_boxes_are_no_captions(tmp_path: Path) -> None:
     convert(tmp_path / "in", tmp_path / "out", *ALL, "--sample-type", "CaptioningSample")
     (tmp_path / "in/b.txt").write_text("1 2 3 4 5 " * 200 + "and so on")
     convert(tmp_path / "in", tmp_path / "more", *ALL)
+
+
+def table(folder: Path, row: dict[str, Any]) -> Path:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist([row]), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def shown(number: int) -> dict[str, Any]:
+    return {"bytes": picture(number), "path": f"{number}.jpg"}  # as high as 16 + number
+
+
+@pytest.mark.parametrize(
+    ("columns", "wrong"),
+    [
+        (("query_image", "choice_image_0", "choice_image_1"), "choice_image_0, choice_image_1, query_image"),
+        (("before", "after"), "after, before"),
+        (("image_2", "image_10", "image_1"), ""),  # numbered: 1, 2, 10
+        (("left_image", "right_image"), ""),
+        (("image", "image_2"), ""),
+    ],
+)
+def test_pictures_in_several_columns_are_shown_in_their_order_or_not_at_all(
+    tmp_path: Path, columns: tuple[str, ...], wrong: str
+) -> None:
+    row = {"question": "What changed?", "answer": "x", **{name: shown(n) for n, name in enumerate(columns)}}
+    path = table(tmp_path, row)
+    if wrong:
+        assert f"in the order of the names, {wrong}" in refused(path, tmp_path / "out", *ALL)
+        with pytest.raises(SourceError, match=wrong):
+            delivered(path)
+        left_out = [flag for name in columns[1:] for flag in ("--ignore", name)]
+        convert(path, tmp_path / "out", *ALL, *left_out)
+        columns = columns[:1]
+    else:
+        convert(path, tmp_path / "out", *ALL)
+    numbered = {"image_2": 1, "image_10": 2, "image_1": 0} if "image_10" in columns else {}
+    order = sorted(range(len(columns)), key=lambda n: numbered.get(columns[n], n))
+    for source in (tmp_path / "out", path) if not wrong else (tmp_path / "out",):
+        (sample,) = delivered(source)
+        images = sample.images if len(order) > 1 else [sample.image]
+        assert [image.shape[1] for image in images] == [16 + n for n in order]
+
+
+def test_the_path_of_a_picture_beside_it_is_only_its_name(tmp_path: Path) -> None:
+    """RealWorldQA; a path beside other contents is a file that is missing."""
+    row = {"image": shown(0), "question": "What is it?", "answer": "x", "image_path": "1.webp"}
+    path = table(tmp_path, row)
+    convert(path, tmp_path / "out", *ALL)
+    assert [(one.context, one.image.shape[1]) for one in delivered(tmp_path / "out")] == [("What is it?", 16)]
+    path = table(tmp_path, {**row, "image_path": None, "video_path": "1.mp4"})
+    assert "1.mp4" in refused(path, tmp_path / "other", *ALL)
