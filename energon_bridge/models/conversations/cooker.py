@@ -29,6 +29,7 @@ from energon_bridge.models.conversations.turns import (
     Medium,
     RawTurn,
     check_turns,
+    own_payload,
     part_kind,
     part_payload,
     read_tools,
@@ -102,11 +103,13 @@ def _media(
 ) -> Any:
     """Return the media that the JSON of a sample names, itself or in its turns, or the sample's own parts."""
     named = by_place(content.get(f"{kind}s") or content.get(kind))
-    if not named and f"{kind}s" in stores:
+    own = [] if named else own_media(sample, kind)
+    if not named and (f"{kind}s" in stores or not own):
         parts = (part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"])
-        named = [name for part in parts if part_kind(part) == kind and (name := part_payload(part, kind)) is not None]
+        of_kind = (part for part in parts if part_kind(part) == kind and own_payload(part) is None)
+        named = [name for part in of_kind if (name := part_payload(part, kind)) is not None]
     if not named:
-        return own_media(sample, kind)
+        return own
     return [_found(kind, name, sample, stores) for name in (named if isinstance(named, list) else [named])]
 
 
@@ -114,14 +117,14 @@ def _found(kind: Medium, name: Any, sample: Mapping[str, Any], stores: Mapping[s
     if not isinstance(name, str):
         raise SampleError(
             f"the {kind} of the sample is {str(name)[:200]}: expected its name (of several, one list of names), and a "
-            "segment of it beside the turns, as segment: [begin, end]"
+            "segment of it beside the turns, as segment: [begin, end]; or convert the list (energon convert)"
         )
     store = stores.get(f"{kind}s")
     if store is not None:
         return store.get(name, sample)
     if name not in sample:
         raise SampleError(
-            f"the {kind} {name!r} is not a part of the sample, and the dataset has no auxiliary store '{kind}s' to "
-            f"look it up in: add aux: {{{kind}s: …}} to the mix"
+            f"the {kind} {name[:200]!r} is not a part of the sample, and the dataset has no auxiliary store '{kind}s' "
+            f"to look it up in: convert the list (energon convert), or add aux: {{{kind}s: …}} to the mix"
         )
     return sample[name]

@@ -170,6 +170,27 @@ def test_boxes_are_no_captions(tmp_path: Path) -> None:
     convert(tmp_path / "in", tmp_path / "more", *ALL)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{INLINE}"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/jpeg", "data": INLINE}},
+    ],
+)
+def test_files_in_parts_of_a_list_that_is_not_converted(
+    tmp_path: Path, part: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}, ANSWER]
+    path = written(tmp_path, [{"messages": turns}])
+    with pytest.raises(Exception, match="skipped"):
+        delivered(path)
+    assert "convert the list (energon convert)" in caplog.text
+    convert(path, tmp_path / "out", *ALL)
+    (sample,) = delivered(tmp_path / "out")
+    assert len(sample.images) == 1
+
+
 def table(folder: Path, row: dict[str, Any]) -> Path:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
