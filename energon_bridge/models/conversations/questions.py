@@ -626,7 +626,7 @@ def split_column(columns: Iterable[str]) -> str | None:
 
 _SPLITS = (
     *("split", "splits", "data_split", "dataset_split", "split_name", "split_type", "origin_split", "subset"),
-    *("partition", "partition_name", "set", "set_name", "usage", "purpose", "phase", "fold", "stage", "mode"),
+    *("partition", "partition_name", "set", "set_name", "usage", "phase", "fold"),
 )
 
 

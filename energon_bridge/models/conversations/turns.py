@@ -419,11 +419,12 @@ def _has_tools(name: str, value: Any) -> bool:
     if not value or not any(word in name.lower() for word in ("tool", "function")) or name in CONVERSATIONS:
         return False
     with suppress(SampleError):
-        return any(_SCHEMA & tool.keys() for tool in listed_tools(value) or () if isinstance(tool, Mapping))
+        tools = (tool.get("function", tool) for tool in listed_tools(value) or () if isinstance(tool, Mapping))
+        return any(isinstance(tool, Mapping) and _SCHEMA & tool.keys() for tool in tools)
     return False
 
 
-_SCHEMA = {"parameters", "input_schema", "function"}
+_SCHEMA = {"parameters", "input_schema"}
 
 
 def listed_tools(tools: Any, name: str = "tools") -> list[Any] | None:

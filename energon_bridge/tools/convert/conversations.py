@@ -429,6 +429,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     """
     row = by_options(row, layout)
     _check_split(row, layout)
+    _check_verdict(row, layout)
     if layout.sample_type == "MultiChoiceVQASample":
         return with_choice(row, layout)
     try:
@@ -480,6 +481,21 @@ def _check_split(row: Row, layout: Layout) -> None:
             f"`{said[0]}` is {said[1]!r}, and other rows are {others}. Write the rows of each split into a list or "
             f"table of their own; or take all rows alike, with --ignore {said[0]}."
         )
+
+
+_VERDICTS = ("answer", "status", "state", "verdict", "review")
+_REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
+
+
+def _check_verdict(row: Row, layout: Layout) -> None:
+    """Raise SourceError for a row that was rejected where it was annotated, as in Prodigy and Argilla."""
+    taken = (*(find_pair(row.values) or ()), *(access.partition("[")[0] for access in layout.fields.values()))
+    for name in _VERDICTS:
+        if name not in taken and (said := row.values.get(name)) and str(said).strip().lower() in _REJECTED:
+            raise SourceError(
+                f"`{name}` is {said!r}: the sample was rejected by those who annotated it. To take all alike, --ignore "
+                f"{name}."
+            )
 
 
 def _several(contents: Content | tuple[Content, ...]) -> tuple[Content, ...]:

@@ -85,7 +85,9 @@ KEPT: dict[str, dict[str, Any]] = {
         "image": "a.png",
         "qas": [{"question": "What?", "answer": "x", "image_id": 1}],
     },
-    "what tools were used": talk(tools_used=["f"], tool_count=1, functions_json="{"),
+    "what tools were used": talk(
+        tools_used=["f"], tool_count=1, functions_json="{", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]
+    ),
     "the same twice": talk(conversations=[{"from": "human", "value": "What?"}, {"from": "gpt", "value": "x"}]),
     "a thought that is in the answer": turn("assistant", thought="x", cot=None),
     "no image": turn(images=[], image=None, attachments="none"),
@@ -97,6 +99,24 @@ def test_what_says_nothing_new_is_left_beside(tmp_path: Path, name: str) -> None
     convert(written(tmp_path, [KEPT[name]]), tmp_path / "out", *ALL)
     (sample,) = delivered(tmp_path / "out")
     assert [one.get("content", one.get("value")) for one in sample.messages] == ["What?", "x"]
+
+
+@pytest.mark.parametrize(("column", "verdict"), [("answer", "reject"), ("answer", "ignore"), ("status", "discarded")])
+def test_rejected_annotations_are_left_out_or_taken_on_request(tmp_path: Path, column: str, verdict: str) -> None:
+    """Prodigy's answers; Argilla's status."""
+    rows = [{"image": "a.png", "caption": f"{n}.", column: said} for n, said in enumerate(["accept", verdict])]
+    path = written(tmp_path, rows)
+    assert f"line 2: `{column}` is {verdict!r}" in refused(path, tmp_path / "out", *ALL)
+    convert(path, tmp_path / "accepted", *ALL, "--on-error", "skip")
+    convert(path, tmp_path / "all", *ALL, "--ignore", column)
+    captions = [[one.caption for one in delivered(tmp_path / name)] for name in ("accepted", "all")]
+    assert captions == [["0."], ["0.", "1."]]
+    asked = [
+        {"question": "Accept or reject?", "answer": "reject"},
+        {"image": "a.png", "question": "?", "answer": "ignore"},
+    ]
+    for number, row in enumerate(asked):
+        convert(written(tmp_path, [row]), tmp_path / f"asked{number}", *ALL)
 
 
 def test_answers_of_several_models_are_not_those_of_annotators(tmp_path: Path) -> None:
