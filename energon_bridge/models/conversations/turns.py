@@ -705,7 +705,8 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
                 f"video or sound: add a column image, video or audio with its file, or leave this one out (energon "
                 f"convert with --ignore {name})"
             )
-    pairs = (one for name in (*CONVERSATIONS, *SEVERAL) if isinstance(entry.get(name), list) for one in entry[name])
+    names = () if contexts else (*CONVERSATIONS, *SEVERAL)
+    pairs = (one for name in names if isinstance(entry.get(name), list) for one in entry[name])
     unseen = next((one for pair in pairs if isinstance(pair, Mapping) and (one := unseen_medium(pair))), None)
     return unseen and unseen.partition(", or leave this one out")[0]
 

@@ -85,6 +85,7 @@ KEPT: dict[str, dict[str, Any]] = {
         "image": "a.png",
         "qas": [{"question": "What?", "answer": "x", "image_id": 1}],
     },
+    "ids of pairs beside a text": {"story": "What?", "qas": [{"question": "What?", "answer": "x", "video_id": 1}]},
     "what tools were used": talk(
         tools_used=["f"], tool_count=1, functions_json="{", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]
     ),
