@@ -556,7 +556,7 @@ def step3p7(p: Settings, image: Picture) -> Drawing:
         pixels["pixel_values_local"] = whole(*(one.scaled((patch, patch)) for one in tiles))
         newline = [column == columns - 1 and row < rows - 1 for row in range(rows) for column in range(columns)]
         facts = {"num_local_patches": [len(tiles)], "patch_newline_masks": (newline,)}
-    return Drawing(pixels=pixels, facts=facts)
+    return Drawing(pixels=pixels, facts=facts, single=True)
 
 
 def molmo2(p: Settings, image: Picture) -> Drawing:
