@@ -86,12 +86,12 @@ def _finished(p: Settings, image: Picture) -> Picture:
     return image.cropped(p.box("crop_size"), floor=p.floor) if p.do_center_crop else image
 
 
-def whole(*pictures: Picture, lead: tuple[int, ...] = (), room: int | None = None) -> Output:
+def whole(*pictures: Picture, lead: tuple[int, ...] = ()) -> Output:
     """Return pictures of one size, each as (3, height, width)."""
     sizes = {picture.size for picture in pictures}
     if len(sizes) > 1:
         raise ValueError(f"its pictures have the sizes {sorted(sizes)}")
-    return Output([Part(picture=picture) for picture in pictures], (3, *sizes.pop()), lead, room)
+    return Output([Part(picture=picture) for picture in pictures], (3, *sizes.pop()), lead)
 
 
 def on_tiles(
