@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -100,8 +101,11 @@ class Stored(Sequence[Any]):
         return len(self.blocks)
 
     def __iter__(self) -> Iterator[Any]:
-        each = zip(self.blocks, *self.ranges.tolist(), strict=True)
-        return (block if end < 0 else memoryview(block)[begin:end] for block, begin, end in each)
+        begins, ends = self.ranges.tolist()
+        if -1 in ends:
+            return (self[place] for place in range(len(self)))
+        view: Any = memoryview
+        return map(operator.getitem, map(view, self.blocks), map(slice, begins, ends))
 
     def __getitem__(self, place: Any) -> Any:
         begin, end = self.ranges[:, place].tolist()
