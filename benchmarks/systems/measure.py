@@ -116,6 +116,7 @@ def throughput(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dic
         "samples": samples,
         "samples_per_s": samples / elapsed,
         "cpu_us_per_sample": cpu / samples * 1e6,
+        "memory_kib": memory_kib(),
     }
 
 

@@ -7,8 +7,8 @@ and leaves everything else (numbers, strings, lists, arrays, Pillow images) a li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from energon_bridge.core.samples.stacking import (
 # what it requires and the source lacks is an error.
 
 
+@once_per_class
 def is_record_type(cls: type) -> bool:
     """Return whether objects of a class are records: dict, dataclass or named tuple."""
     return issubclass(cls, dict) or is_dataclass(cls) or _is_named_tuple(cls)
@@ -97,6 +98,53 @@ def _is_named_tuple(cls: type) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
+class Records(Sequence[Any]):
+    """Samples of one kind, held field by field; each is made when it is asked for. Collating them makes none."""
+
+    __slots__ = ("columns", "kind")
+
+    def __init__(self, kind: type, columns: dict[str, list[Any]]) -> None:
+        self.kind = kind
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns["__key__"])
+
+    def __iter__(self) -> Iterator[Any]:
+        kind, names = self.kind, tuple(self.columns)
+        return (kind(**dict(zip(names, values, strict=True))) for values in zip(*self.columns.values(), strict=True))
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return self.changed(lambda column: column[at])
+        return self.kind(**{name: column[at] for name, column in self.columns.items()})
+
+    def __add__(self, other: Sequence[Any]) -> Sequence[Any]:
+        if type(other) is Records and other.kind is self.kind and other.columns.keys() == self.columns.keys():
+            return Records(self.kind, {name: column + other.columns[name] for name, column in self.columns.items()})
+        return [*self, *other]
+
+    def changed(self, change: Callable[[list[Any]], list[Any]]) -> Records:
+        """Return the records with every column changed in the same way."""
+        return Records(self.kind, {name: change(column) for name, column in self.columns.items()})
+
+
+def records_of(kind: type, columns: Mapping[str, list[Any]]) -> Records:
+    """Return records of a dataclass, with its defaults for fields without a column. Raises KeyError for others."""
+    size = len(columns["__key__"])
+    taken = {
+        name: columns[name] if name in columns else [_defaults(kind)[name]] * size for name in init_field_names(kind)
+    }
+    if len(taken) != len(columns.keys() | _defaults(kind).keys()):
+        raise KeyError
+    return Records(kind, taken)
+
+
+@once_per_class
+def _defaults(kind: type) -> dict[str, Any]:
+    return {entry.name: entry.default for entry in fields(kind) if entry.default is not MISSING}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Collating: what becomes of the rows of a batch.
 
@@ -142,7 +190,7 @@ def generic_batch(batch: Sequence[Any]) -> Any:
 
 def batch_of(samples: Sequence[Any]) -> Any:
     """Collate samples into a record of their own type, tensors padded and stacked; what are no records, as a column."""
-    kind = type(samples[0])
+    kind = samples.kind if type(samples) is Records else type(samples[0])
     return batch_samples(samples, kind) if is_record_type(kind) else generic_batch(samples)
 
 
@@ -177,6 +225,8 @@ def batch_samples(
 
 def _columns(samples: Sequence[Any], result_type: type) -> dict[str, list[Any]]:
     """Return the fields of records of one kind, each with one entry per row."""
+    if type(samples) is Records:
+        return samples.columns
     kinds = set(map(type, samples))
     if len(kinds) == 1 and is_dataclass(kind := kinds.pop()):
         return {name: list(map(attrgetter(name), samples)) for name in field_names(kind)}

@@ -64,18 +64,19 @@ static PyObject *piece(PyObject *view, Py_ssize_t from, Py_ssize_t to) {
     return found;
 }
 
-/* Add the parts in `data` to `found`. Return the length of the key, with `*key` where it is, 0 where the Python code has
+/* Add the parts in data[position:stop] to `found`: pieces of `view`, or bytes where that is NULL. Return the length of the key, with `*key` where it is, 0 where the Python code has
    to look, or -1 with an error set. */
-static Py_ssize_t collect(const Py_buffer *data, PyObject *view, PyObject *wanted, PyObject *found, const char **key) {
-    Py_ssize_t prefix = 0, position = 0, taken = 0;
-    while (position + BLOCK <= data->len) {
+static Py_ssize_t collect(const Py_buffer *data, Py_ssize_t position, Py_ssize_t stop, PyObject *view, PyObject *wanted,
+                          PyObject *found, const char **key) {
+    Py_ssize_t prefix = 0, taken = 0;
+    while (position + BLOCK <= stop) {
         const char *header = (const char *)data->buf + position;
         Py_ssize_t size = size_of(header), content = position + BLOCK;
-        if (size < 0 || size > data->len - content || memcmp(header + MAGIC, "ustar", 5))
+        if (size < 0 || size > stop - content || memcmp(header + MAGIC, "ustar", 5))
             return 0;
         position = content + (size + BLOCK - 1) / BLOCK * BLOCK;
         if (header[TYPE] == 'x') {
-            if (position + BLOCK > data->len || matter(header + BLOCK, size))
+            if (position + BLOCK > stop || matter(header + BLOCK, size))
                 return 0;
             continue;
         }
@@ -99,7 +100,9 @@ static Py_ssize_t collect(const Py_buffer *data, PyObject *view, PyObject *wante
             return 0;
         }
         int takes = wanted == Py_None ? 1 : PySequence_Contains(wanted, name);
-        PyObject *value = takes > 0 ? piece(view, content, content + size) : NULL;
+        PyObject *value = takes <= 0 ? NULL
+                          : view     ? piece(view, content, content + size)
+                                     : PyBytes_FromStringAndSize((const char *)data->buf + content, size);
         int failed = takes < 0 || (takes && (!value || PyDict_SetItem(found, name, value)));
         Py_XDECREF(value);
         Py_DECREF(name);
@@ -118,7 +121,7 @@ static PyObject *split(PyObject *module, PyObject *const *args, Py_ssize_t nargs
         return NULL;
     const char *key = NULL;
     PyObject *found = PyDict_New(), *result = NULL;
-    Py_ssize_t length = found ? collect(&data, args[0], args[1], found, &key) : -1;
+    Py_ssize_t length = found ? collect(&data, 0, data.len, args[0], args[1], found, &key) : -1;
     if (length > 0)
         /* No "s#": what Python 3.13 and later make of it does not run in earlier ones. */
         result = Py_BuildValue("(NO)", PyUnicode_FromStringAndSize(key, length), found);
@@ -126,6 +129,59 @@ static PyObject *split(PyObject *module, PyObject *const *args, Py_ssize_t nargs
         result = Py_NewRef(Py_None);
     Py_XDECREF(found);
     PyBuffer_Release(&data);
+    return result;
+}
+
+/* Append the parts of a sample to the columns, which the first one begins. Return 0 where they are not the same. */
+static int add_to(PyObject *columns, PyObject *found, int first) {
+    PyObject *name, *value, *column, *expected;
+    Py_ssize_t at = 0, place = 0;
+    while (PyDict_Next(found, &at, &name, &value)) {
+        if (first) {
+            column = PyList_New(0);
+            int failed = !column || PyDict_SetItem(columns, name, column);
+            Py_XDECREF(column);
+            if (failed)
+                return -1;
+        } else if (!PyDict_Next(columns, &place, &expected, &column) || PyUnicode_Compare(name, expected))
+            return PyErr_Occurred() ? -1 : 0;
+        if (PyList_Append(column, value))
+            return -1;
+    }
+    return PyDict_Size(found) == PyDict_Size(columns);
+}
+
+static PyObject *split_all(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    Py_buffer ranges, data;
+    if (nargs != 3)
+        return PyErr_Format(PyExc_TypeError, "expected blocks, ranges and names of parts, got %zd arguments", nargs);
+    if (PyObject_GetBuffer(args[1], &ranges, PyBUF_SIMPLE))
+        return NULL;
+    Py_ssize_t count = PyList_Size(args[0]);
+    const int64_t *begins = ranges.buf, *ends = begins + count;
+    PyObject *keys = PyList_New(0), *columns = PyDict_New();
+    int going = count >= 0 && keys && columns ? ranges.len == 16 * count : -1;
+    for (Py_ssize_t i = 0; going > 0 && i < count; i++) {
+        const char *name = NULL;
+        PyObject *block = PyList_GetItem(args[0], i), *found = NULL, *key = NULL;
+        if (ends[i] < 0 || PyObject_GetBuffer(block, &data, PyBUF_SIMPLE)) {
+            going = ends[i] < 0 ? 0 : -1;
+            break;
+        }
+        Py_ssize_t length = 0;
+        if (begins[i] >= 0 && ends[i] <= data.len)
+            length = (found = PyDict_New()) ? collect(&data, begins[i], ends[i], NULL, args[2], found, &name) : -1;
+        going = length < 0 ? -1 : !length ? 0 : (key = PyUnicode_FromStringAndSize(name, length)) ? 1 : -1;
+        if (going > 0)
+            going = PyList_Append(keys, key) ? -1 : add_to(columns, found, !i);
+        Py_XDECREF(key);
+        Py_XDECREF(found);
+        PyBuffer_Release(&data);
+    }
+    PyBuffer_Release(&ranges);
+    PyObject *result = going < 0 ? NULL : going ? Py_BuildValue("(OO)", keys, columns) : Py_NewRef(Py_None);
+    Py_XDECREF(keys);
+    Py_XDECREF(columns);
     return result;
 }
 
@@ -231,6 +287,8 @@ static PyObject *crc32s(PyObject *module, PyObject *pieces) {
 static PyMethodDef METHODS[] = {
     {"crc32s", crc32s, METH_O, "Return the CRC-32 of each buffer of a list as bytes, or None where zlib is as fast."},
     {"split", (PyCFunction)(void (*)(void))split, METH_FASTCALL, "Return key and parts, or None where it is not plain."},
+    {"split_all", (PyCFunction)(void (*)(void))split_all, METH_FASTCALL,
+     "Return the keys and each part of samples, or None where one is not plain or has other parts than the first."},
     {NULL, NULL, 0, NULL},
 };
 

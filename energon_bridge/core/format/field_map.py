@@ -41,6 +41,13 @@ class FieldMap:
         except KeyError as error:
             raise self.missing(parts, parts) or error from None
 
+    def columns(self, parts: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Return {field: values} of many samples by their parts; KeyError if a field is missing."""
+        if all(type(getter) is itemgetter for _, getter in self._getters):
+            return {field: getter(parts) for field, getter in self._getters}
+        rows = [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+        return {field: list(map(getter, rows)) for field, getter in self._getters}
+
     def missing(self, parts: Mapping[str, Any], there: Iterable[str], *, where: str = "") -> FieldAccessError | None:
         """Return the error for the first field missing from `parts`; it names the file and all parts in `there`."""
         for field, getter in self._getters:

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from energon_bridge.core.errors import CorruptShardError
 from energon_bridge.core.storage import ByteRange
@@ -125,6 +128,17 @@ def parse_sample(
             if contents.setdefault(names[1], content) != content:
                 raise part_twice(where, member.name)
     return names[0], contents
+
+
+def parse_samples(
+    blocks: list[Any], ranges: NDArray[np.int64], parts: frozenset[str] | None
+) -> tuple[list[str], dict[str, list[bytes]]] | None:
+    """Split plain samples into their keys and, by its name, each part of all of them.
+
+    Each is a range of its block (bytes), shape of `ranges` (2, samples). None if one is not plain, or no range, or
+    has other parts than the first, or in another order.
+    """
+    return None if _tar is None else _tar.split_all(blocks, np.ascontiguousarray(ranges), parts)
 
 
 def _members(

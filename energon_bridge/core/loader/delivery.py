@@ -30,6 +30,7 @@ from energon_bridge.core.loader.position import EndlessRun, FinitePass, Position
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.core.registry import load
+from energon_bridge.core.storage.forks import process_id
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.finite import mask_loss
 from energon_bridge.core.stream.lane import Production, reported
@@ -309,7 +310,7 @@ class Delivery:
     @property
     def _is_foreign(self) -> bool:
         """Whether this process is a fork of the one that started the workers or threads."""
-        return self._source is not None and self._process != os.getpid()
+        return self._source is not None and self._process != process_id()
 
     def check_process(self) -> None:
         """Raise in a fork of the process that delivers."""

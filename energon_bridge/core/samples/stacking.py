@@ -59,8 +59,10 @@ def is_tensor_column(values: Sequence[Any]) -> bool:
 
 def stacks(values: Sequence[Any]) -> bool:
     """Return whether the rows of a field are tensors. Raises UnfitSampleError if some are; None is a missing row."""
-    if is_tensor_column(values):
-        return True
+    types = {*map(type, values)}
+    tensors = [kind for kind in types if issubclass(kind, torch.Tensor)]
+    if not tensors or len(tensors) == len(types):
+        return bool(tensors)
     kinds = {isinstance(value, torch.Tensor): type(value).__name__ for value in values if value is not None}
     if len(kinds) == 2:
         other = [row for row, one in enumerate(values) if not isinstance(one, torch.Tensor) and one is not None]

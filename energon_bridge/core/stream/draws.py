@@ -9,6 +9,7 @@ from collections import deque
 from itertools import compress
 from typing import Any, NamedTuple
 
+from energon_bridge.core.encoder.collate import Records
 from energon_bridge.core.encoder.hooks import NUMBER
 from energon_bridge.core.errors import EmptyDatasetError
 from energon_bridge.core.order.choose import AnyBlend, Chooser
@@ -162,11 +163,11 @@ class Draws:
                     self._begin(wanted - len(out.samples))
                 self._encode_draw(counts)
             else:
-                taken = len(out.samples)
-                most = wanted - taken
-                self._take(most if stop is None else min(most, stop - self.draw), out, counts, waits=waits)
-                if len(out.samples) > taken:
+                most = wanted - len(out.samples)
+                taken = self._take(most if stop is None else min(most, stop - self.draw), counts, waits=waits)
+                if taken.keys:
                     since = self.draw
+                    out += taken
             if self._at == len(self._loaded.keys):
                 self._loaded, self._at = _NOTHING, 0  # what was taken must not stay until this lane's next turn
         return out
@@ -246,32 +247,27 @@ class Draws:
         self.taken = 0
         self.leaf_draws[leaf] += 1
 
-    def _take(self, wanted: int, out: SampleColumns, counts: Counts, *, waits: bool) -> None:
-        """Take up to `wanted` loaded draws into `out` without encoding them: no user code sees single samples."""
-        loaded = self._loaded
+    def _take(self, wanted: int, counts: Counts, *, waits: bool) -> SampleColumns:
+        """Take up to `wanted` loaded draws without encoding them: no user code sees single samples."""
         low = self._at
-        high = min(low + wanted, len(loaded.keys))
+        high = min(low + wanted, len(self._loaded.keys))
         self._at = high
         self.draw += high - low
-        keys = loaded.keys[low:high]
-        samples = loaded.samples[low:high]
-        leaves = loaded.leaves[low:high]
-        sizes = loaded.sizes[low:high]
+        taken = self._loaded
+        if high - low != len(taken.keys):
+            taken = taken.changed(lambda column: column[low:high])
+        keys, samples, sizes, leaves = taken
         drawn = set(leaves)
         for leaf in drawn:
             self.leaf_draws[leaf] += leaves.count(leaf)
         if not waits:
             for leaf, size in zip(leaves, sizes, strict=True) if len(drawn) != 1 else [(leaves[0], sum(sizes))]:
                 counts.of(leaf)[_BYTES] += size
-        if FailedSample in set(map(type, samples)):
-            good = [bool(self._pipeline.encode(*draw, counts)) for draw in zip(leaves, samples, keys, strict=True)]
-            keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
-        else:
+        if type(samples) is Records or FailedSample not in set(map(type, samples)):
             self._pipeline.code.worked(self._pipeline.own.first, leaves)
-        out.keys.extend(keys)
-        out.samples.extend(samples)
-        out.leaves.extend(leaves)
-        out.sizes.extend(sizes)
+            return taken
+        good = [bool(self._pipeline.encode(*draw, counts)) for draw in zip(leaves, samples, keys, strict=True)]
+        return taken.changed(lambda column: list(compress(column, good)))
 
     # Scheduling ------------------------------------------------------------------------------------------------------
 

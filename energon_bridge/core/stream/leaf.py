@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from energon_bridge.core.encoder.collate import Records
 from energon_bridge.core.encoder.cooking import PRIMARY, Cooker, check_call, cook_sample, matching_cooker
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import DecodeError, FatalSampleError, NoCookerError
@@ -253,6 +254,10 @@ class LineParser(Parser):
             }
             out.append(CrudeSample(sample))
         return out
+
+    def records(self, drawn: RawDraws) -> Records:
+        values = {PART: list(map(parse_line, drawn.raws))}
+        return Records(CrudeSample, self._meta(drawn, list(map(str, drawn.indices)), values) | values)
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         return str(index), (PART,)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from energon_bridge.core.encoder.collate import Records
 from energon_bridge.core.encoder.task_encoder import decoder_of
 from energon_bridge.core.order.choose import Picks, RoundCache, Span, by_leaf
 from energon_bridge.core.order.leaf_order import Round
@@ -23,7 +24,7 @@ from energon_bridge.core.stream.leaf import Leaf, LeafSource, StorePool
 from energon_bridge.core.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.core.stream.settings import StreamSettings
 from energon_bridge.core.stream.state import SampleKey
-from energon_bridge.core.stream.values import BANNED, Columns
+from energon_bridge.core.stream.values import BANNED
 from energon_bridge.core.stream.watchdog import Activities
 
 _LEAVES_TOGETHER = 32
@@ -33,12 +34,31 @@ _TOGETHER = 8
 
 
 class SampleColumns(NamedTuple):
-    """Samples in order, loaded (or `FailedSample`) or encoded: the restore key, sample, bytes and leaf of each."""
+    """Samples in order, loaded (or `FailedSample`) or encoded: the restore key, sample, bytes and leaf of each.
+
+    Samples are a list, or `Records` where nothing needs a single one.
+    """
 
     keys: list[SampleKey]
-    samples: list[Any]
+    samples: Any
     sizes: list[int]
     leaves: list[int]
+
+    def __add__(self, other: SampleColumns) -> SampleColumns:  # type: ignore[override]
+        if not self.keys:
+            return other
+        more = other.samples
+        samples = self.samples + (more if type(self.samples) is Records else list(more))
+        return SampleColumns(self.keys + other.keys, samples, self.sizes + other.sizes, self.leaves + other.leaves)
+
+    def changed(self, change: Callable[[Any], Any]) -> SampleColumns:
+        """Return the columns, each of which was changed in the same way."""
+        samples = self.samples
+        samples = samples.changed(change) if type(samples) is Records else change(samples)
+        return SampleColumns(change(self.keys), samples, change(self.sizes), change(self.leaves))
+
+
+_NOTHING = SampleColumns([], [], [], [])
 
 
 class Sources:
@@ -46,12 +66,15 @@ class Sources:
     would keep its files open.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings, activities: Activities) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], settings: StreamSettings, activities: Activities, *, singly: bool
+    ) -> None:
         self.decoder = decoder_of(settings.run.task_encoder)
         self._leaves = leaves
         self._settings = settings
         self._activities = activities
         self._stores = StorePool(self.decoder)
+        self._singly = singly
         self._open: list[LeafSource | None] = [None] * len(leaves)
 
     def source(self, leaf: int) -> LeafSource:
@@ -59,13 +82,16 @@ class Sources:
         source = self._open[leaf]
         if source is None:
             source = LeafSource(self._leaves[leaf], self._settings, self.decoder, self._activities, self._stores)
+            source.values.singly = self._singly
             self._open[leaf] = source
         return source
 
     def buffer(self, leaf: int, found: Round) -> RoundBuffer:
         """Return the buffer of a round of a leaf."""
         bans = self._leaves[leaf].bans
-        return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
+        source = self.source(leaf)
+        split = None if self._singly else source.values.split
+        return RoundBuffer(source.reader, found, None if bans is None else bans.among(found.indices), split)
 
 
 class Loading:
@@ -73,6 +99,7 @@ class Loading:
 
     Args:
         slabs: Whether the images of a microbatch may be decoded into one slab.
+        singly: Whether samples are needed one by one, and not only batches of them.
 
     Attributes:
         source: Returns a leaf, which is opened on first use.
@@ -84,9 +111,9 @@ class Loading:
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], settings: StreamSettings, activities: Activities, *, slabs: bool
+        self, leaves: Sequence[Leaf], settings: StreamSettings, activities: Activities, *, slabs: bool, singly: bool
     ) -> None:
-        sources = Sources(leaves, settings, activities)
+        sources = Sources(leaves, settings, activities, singly=singly)
         rows = settings.run.rows
         self._leaves = leaves
         self._draws_ahead = settings.draws_ahead
@@ -120,19 +147,16 @@ class Loading:
         `into` is the slab for their images and the row of the first one.
         """
         if len(spans) == 1:
-            (one,) = spans
-            keys, samples, sizes = self._columns(one, ahead, into)
-            return SampleColumns(keys, samples, sizes, [one.leaf] * len(keys))
+            return self._columns(spans[0], ahead, into)
         self._read_together(spans, ahead)
-        # Spans are by leaf; their draws go back to the places at which they were chosen.
-        total = sum(span.high - span.low for span in spans)
-        loaded = SampleColumns([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
+        loaded = _NOTHING
+        places: list[int] = []
         for span in spans:
-            columns = self._columns(span, ahead, into)
-            for place, key, sample, size in zip(span.places, *columns, strict=True):
-                loaded.keys[place], loaded.samples[place] = key, sample
-                loaded.sizes[place], loaded.leaves[place] = size, span.leaf
-        return loaded
+            loaded += self._columns(span, ahead, into)
+            places += span.places
+        # Spans are by leaf; their draws go back to the places at which they were chosen.
+        order = sorted(range(len(places)), key=places.__getitem__)
+        return loaded.changed(lambda column: list(map(column.__getitem__, order)))
 
     def _read_together(self, spans: Sequence[DrawSpan], ahead: bool) -> None:
         """Read the draws of several leaves at once if storage answers slowly; loading them says what cannot be read."""
@@ -149,7 +173,8 @@ class Loading:
         for _ in self._openers.map(read, unread):
             pass
 
-    def _columns(self, of: DrawSpan, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
+    def _columns(self, of: DrawSpan, ahead: bool, into: tuple[Slab, int] | None) -> SampleColumns:
+        leaves = [of.leaf] * (of.high - of.low)
         if of.banned:
             identity = self._leaves[of.leaf].identity
             buffer = of.round
@@ -157,9 +182,11 @@ class Loading:
                 buffer.indices[of.low : of.high].tolist(), buffer.epochs[of.low : of.high].tolist(), strict=True
             )
             keys = [(identity, index, epoch, 0) for index, epoch in drawn]
-            return keys, [BANNED] * len(keys), [0] * len(keys)
+            return SampleColumns(keys, [BANNED] * len(keys), [0] * len(keys), leaves)
         rows = None if into is None else (into[0], [into[1] + place for place in of.places])
-        return self.source(of.leaf).values.load(of.round, of.low, of.high, ahead=ahead, into=rows)
+        return SampleColumns(
+            *self.source(of.leaf).values.load(of.round, of.low, of.high, ahead=ahead, into=rows), leaves
+        )
 
     def submit(
         self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None

@@ -68,7 +68,7 @@ class Pipeline:
         self.own = own = OwnHooks(run.task_encoder, selects=run.selects, makes=makes)
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
         straight = run.packing_buffer_size is None and not own.groups
-        self.loading = Loading(leaves, settings, activities, slabs=straight)
+        self.loading = Loading(leaves, settings, activities, slabs=straight, singly=own.present)
         self.source = self.loading.source
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.code = UserCode(run.task_encoder, own, self.judge, self.source, words[0] if words else None)
@@ -173,7 +173,7 @@ class Pipeline:
 
     def collate(
         self,
-        samples: list[Any],
+        samples: Sequence[Any],
         keys: Sequence[PlainKey],
         leaves: Sequence[int],
         lane: int,
@@ -185,7 +185,7 @@ class Pipeline:
         None if a hook fails; without `counts`, what it raises is raised.
         """
         if self.settings.run.batch_size is None and not self.own.groups:
-            batches = samples[:1]
+            batches = [samples[0]]
             self.code.worked(Hook.BATCH, leaves)
             restore_keys = keys[:1]
         else:
@@ -273,7 +273,7 @@ class Pipeline:
 
     def batches(
         self,
-        samples: list[Any],
+        samples: Sequence[Any],
         keys: Sequence[PlainKey],
         leaves: list[int],
         lane: int,

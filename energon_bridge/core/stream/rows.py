@@ -70,7 +70,7 @@ class Taken(NamedTuple):
     `rows` gives them as rows, for the state of a lane, where hooks make several batches of them.
     """
 
-    samples: list[Any]
+    samples: Sequence[Any]
     keys: Sequence[PlainKey]
     leaves: list[int]
     rows: Callable[[], list[BatchRow]]

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 import torch
 
-from energon_bridge.core.encoder.collate import batch_of
+from energon_bridge.core.encoder.collate import Records, batch_of
 from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.encoder.hooks import (
     BATCH,
@@ -364,7 +364,7 @@ class UserCode:
         return None
 
     def collate(
-        self, samples: list[Any], ref: Ref, counts: Counts | None, members: Members, *, number: int
+        self, samples: Sequence[Any], ref: Ref, counts: Counts | None, members: Members, *, number: int
     ) -> list[Any] | None:
         """Return the batches of some rows, None if a hook fails; their randomness is keyed by the first sample.
 
@@ -476,7 +476,7 @@ class UserCode:
         """
         now = self.now
         hook = hook or now.hook
-        given = now.sample
+        given = list(now.sample) if type(now.sample) is Records else now.sample
         assert hook is not None
         now.rest()
         name = "skipped"

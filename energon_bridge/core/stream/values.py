@@ -9,8 +9,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
+from energon_bridge.core.encoder.collate import Records, records_of
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import (
@@ -23,14 +25,15 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.dataset_config import fields_of
 from energon_bridge.core.format.join import JoinedDataset
-from energon_bridge.core.format.tar import parse_sample
+from energon_bridge.core.format.media import kind_by_name
+from energon_bridge.core.format.tar import parse_sample, parse_samples
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import ChatMLSample, CrudeSample, SourceInfo
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.core.stream.failures import SamplePlace
-from energon_bridge.core.stream.reader import RoundBuffer, Unread, Unreadable
+from energon_bridge.core.stream.reader import RoundBuffer, Split, SplitSample, Stored, Unread, Unreadable
 from energon_bridge.core.stream.state import SampleKey
 from energon_bridge.core.stream.user_code import Attempt, Begin, PendingSample
 from energon_bridge.core.stream.watchdog import INDEX, Activities
@@ -45,7 +48,7 @@ Columns = tuple[list[SampleKey], list[Any], list[int]]
 class RawDraws(NamedTuple):
     """The stored samples of some draws: bytes, index and number of the shard of each, and its restore key."""
 
-    raws: Sequence[Any]
+    raws: Any
     indices: Sequence[int]
     shards: Sequence[int]
     restore_keys: Sequence[SampleKey]
@@ -87,6 +90,7 @@ class Parser:
 
     Attributes:
         leaf_key: The leaf's number for the training process (`user_key_of`).
+        singly: Whether samples are needed one by one, and not only batches of them.
         barred: Samples that must not be tried again, because they killed their worker several times.
     """
 
@@ -95,6 +99,7 @@ class Parser:
         self._identity = identity
         self._dataset = dataset
         self.leaf_key = 0
+        self.singly = True
         self.barred = frozenset[int]()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
@@ -106,23 +111,52 @@ class Parser:
         now.dataset = self._dataset
         now.index = indices[0]
         now.hook = Hook.READ
-        raws: list[Any] = buffer.fetch(low, high, ahead=ahead)
+        raws: Any = buffer.fetch(low, high, ahead=ahead)
         if self.barred:
             raws = [_barred(raw) if index in self.barred else raw for raw, index in zip(raws, indices, strict=True)]
         now.at(self.leaf_key, indices[0])
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
-        samples = self.make(RawDraws(raws, indices, shards, keys), into)
+        draws = RawDraws(raws, indices, shards, keys)
+        samples: Any = None
+        if not self.singly:
+            with contextlib.suppress(Exception):  # `make` says which sample it is, and what is wrong
+                samples = self.records(draws)
+        if samples is None:
+            samples = self.make(draws, into)
         now.rest()
         return keys, samples, self._sizes(raws)
 
-    def _sizes(self, raws: Sequence[Any]) -> list[int]:
-        return list(map(len, raws))
+    def _sizes(self, raws: Any) -> list[int]:
+        return raws.sizes() if isinstance(raws, Stored | Split) else list(map(len, raws))
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
         """Return the sample, a `PendingSample` or a `FailedSample` for the bytes of each sample."""
         raise NotImplementedError
+
+    def split(self, stored: Stored) -> Split | None:
+        """Return samples that were just read split into their parts, for `records`; None: they wait as they are."""
+        return None
+
+    def records(self, drawn: RawDraws) -> Records | None:
+        """Return the samples field by field, as `make` makes each; None, or any error, if it must be asked."""
+        return None
+
+    def _meta(self, drawn: RawDraws, keys: list[str], parts: Iterable[str]) -> dict[str, list[Any]]:
+        """Return the meta fields of the samples of some draws, which have the same parts."""
+        names = self._dataset.shard_names
+        shards = [names[shard] for shard in drawn.shards]
+        files = zip(*([f"{key}.{part}" for key in keys] for part in parts), strict=True)
+        path = repeat(self._dataset.source_path or self._dataset.path)
+        sources = map(tuple.__new__, repeat(SourceInfo), zip(path, drawn.indices, shards, files, strict=False))
+        return {
+            "__key__": keys,
+            "__shard__": shards,
+            "__restore_key__": list(drawn.restore_keys),
+            "__subflavors__": list(map(dict, repeat(self._dataset.subflavors, len(keys)))),
+            "__sources__": list(zip(sources)),
+        }
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample, without decoding it."""
@@ -137,6 +171,10 @@ class SampleParser(Parser):
 
     def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities) -> None:
         super().__init__(identity, dataset, activities)
+        # A user's decoder is asked once about a sample, and if it guesses, images go by their first bytes.
+        self._splits = decoder is None or (type(decoder) is SampleDecoder and not decoder.guess_content)
+        # A user's type may have a constructor that does anything.
+        self._splits &= dataset.sample_type.__module__.startswith("energon_bridge.")
         self._decode = None if decoder is None else decoder.decode
         self._decode_sample = decoder if getattr(decoder, "takes_samples", False) else None
         self._decode_into = getattr(decoder, "decode_into", None)
@@ -203,6 +241,41 @@ class SampleParser(Parser):
             out.append(FailedSample(error, hook, SamplePlace(path, names[shard], index, key, there)))
         return out
 
+    def split(self, stored: Stored) -> Split | None:
+        found = parse_samples(stored.blocks, stored.ranges, self._parts) if self._splits else None
+        if found is None or not found[1]:
+            return None
+        # Images are decoded side by side, by `make`.
+        self._splits = self._decode is None or not any(map(kind_by_name, found[1]))
+        return Split(*found, stored.sizes()) if self._splits else None
+
+    def records(self, drawn: RawDraws) -> Records | None:
+        dataset = self._dataset
+        if type(drawn.raws) is not Split:
+            return None
+        keys = drawn.raws.keys
+        parts = drawn.raws.parts
+        meta = self._meta(drawn, keys, parts)
+        if dataset.excluded and not dataset.excluded.isdisjoint(zip(meta["__shard__"], keys, strict=True)):
+            return None
+        values = {name: self._decoded(name, column, drawn.indices, keys) for name, column in parts.items()}
+        if dataset.field_map is None:
+            return Records(CrudeSample, meta | values)
+        del meta["__shard__"]
+        return records_of(dataset.sample_type, meta | dataset.field_map.columns(values))
+
+    def _decoded(self, name: str, column: list[Any], indices: Sequence[int], keys: Sequence[str]) -> list[Any]:
+        """Return a part of all samples, decoded."""
+        if self._decode is None:
+            return column
+        now = self._activities.mine()
+        now.hook = Hook.DECODE
+        out = []
+        for now.key, index, data in zip(keys, indices, column, strict=True):
+            now.index = now.words[INDEX] = index
+            out.append(self._decode(name, data))
+        return out
+
     def _located(self, error: Exception, raw: Any, shard: str, index: int) -> Exception:
         """Return a parsing error with the name of the file added."""
         if isinstance(error, CorruptShardError) and not isinstance(raw, Unread):
@@ -265,6 +338,8 @@ class SampleParser(Parser):
 
     def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         """Return key and parts of a sample; videos and sound of an unread sample stay unread."""
+        if type(raw) is SplitSample:
+            return raw.key, raw.parts
         if type(raw) is Unread:
             return raw.parts(wanted, self._keeps, self._follow)
         return parse_sample(raw, parts=wanted, follow=self._follow)

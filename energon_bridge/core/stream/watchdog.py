@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from energon_bridge.core.encoder.collate import Records
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import ConfigurationError, HookTimeoutError
 from energon_bridge.core.format.dataset import PreparedDataset
@@ -92,7 +93,7 @@ class Activity:
         if self.hook is None:
             return "no hook"
         hook = self.hook.title
-        if isinstance(sample, list):
+        if isinstance(sample, list | Records):
             first = place_in(sample[0]) if sample else None
             return f"{hook} of {len(sample)} samples" + (f", the first one {first}" if first else "")
         place = None if sample is None else place_in(sample)
