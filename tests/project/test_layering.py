@@ -43,11 +43,11 @@ LAYERS = (
 # Lines of code of each product at most, without blank lines, comments, docstrings and imports: a comment costs nothing.
 # Raise one on purpose only: what the product gives must be worth what it costs.
 BUDGETS = {
-    "core": 16_600,
+    "core": 17_550,
     "cloud": 3_450,
-    "models": 9_750,
+    "models": 11_200,
     "trainers": 3_850,
-    "tools": 12_700,
+    "tools": 13_450,
     "compat": 2_560,
     "training": 3_040,
 }
