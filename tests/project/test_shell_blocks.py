@@ -66,6 +66,7 @@ STANDS_FOR = {
     "--step 5123": "--step 5",
     "checkpoints/step-1000/data.json": "state.json",
     "energon bench ": "energon bench --seconds 0.2 ",
+    "s3://bucket/captions": "{here}/data/captions",
 }
 
 
@@ -166,8 +167,11 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: 
 
 
 def run_energon(arguments: list[str]) -> None:
+    arguments, told = (arguments[:-2], arguments[-1]) if ">" in arguments else (arguments, None)
     result = CliRunner().invoke(energon, arguments, input="\n" * 9)  # Enter takes what a question proposes
     assert result.exit_code == 0, f"energon {shlex.join(arguments)}\n{result.output}"
+    if told is not None:
+        Path(told).write_text(result.stdout)
 
 
 def run_training(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
