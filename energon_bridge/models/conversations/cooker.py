@@ -21,7 +21,7 @@ from energon_bridge.core.errors import SampleError, SkipSample
 from energon_bridge.core.stores import FileStore
 from energon_bridge.models.conversations.conversation import own_media, warn_once, with_segments
 from energon_bridge.models.conversations.places import by_place
-from energon_bridge.models.conversations.questions import is_unanswered, says_held_out, split_column
+from energon_bridge.models.conversations.questions import is_held_out, is_unanswered, split_column
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     MEDIA,
@@ -87,14 +87,20 @@ _named: set[str] = set()
 def _name_splits(sample: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     """Warn, once for a file, if some of its samples say that they are held out, and others that they are not."""
     column = split_column(content)
-    if column is None or not isinstance(content[column], str) or not sample.get("__sources__"):
+    if column is None or not sample.get("__sources__"):
+        return
+    held_out = is_held_out(column, content[column])
+    if held_out is None:
         return
     source = sample["__sources__"][0]
     seen = _splits.setdefault((source.dataset_path, source.shard_name), set())
-    seen.add(says_held_out(content[column]))
+    seen.add(held_out)
     if len(seen) > 1:
         what = f"samples of {source.dataset_path}, {source.shard_name}, are of several splits by their `{column}`, and"
-        remedy = f"of a table, filter=\"{column} == 'train'\" takes those; of others, write a file for each split"
+        value = content[column]
+        if held_out:  # what the others say
+            value = "train" if isinstance(value, str) else type(value)(not value)
+        remedy = f'of a table, filter="{column} == {value!r}" takes those; of others, write a file for each split'
         warn_once(what, _named, f"{what} all are taken, those that are held out too: {remedy}")
 
 

@@ -621,13 +621,29 @@ def is_metadata(column: str) -> bool:
 def split_column(columns: Iterable[str]) -> str | None:
     """Return the column that says of which split each row is."""
     lower = {column.lower(): column for column in columns}
-    return next((lower[name] for name in _SPLITS if name in lower), None)
+    flags = (lower[name] for name in lower if _FLAGS.fullmatch(name))
+    return next((lower[name] for name in _SPLITS if name in lower), next(flags, None))
 
 
 _SPLITS = (
     *("split", "splits", "data_split", "dataset_split", "split_name", "split_type", "origin_split", "subset"),
     *("partition", "partition_name", "set", "set_name", "usage", "phase", "fold"),
 )
+
+
+_FLAGS = re.compile(
+    r"(?:is|for|in)_(train|training|test|testing|val|validation|eval|evaluation|dev|held_?out)(?:_set)?"
+)
+_TRUTH = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
+
+
+def is_held_out(column: str, value: Any) -> bool | None:
+    """Return whether a row is held out, as its value in a `split_column` says; None: that says nothing."""
+    flag = _FLAGS.fullmatch(column.lower())
+    if flag is None:
+        return says_held_out(value) if isinstance(value, str) else None
+    is_set = _TRUTH.get(str(value).strip().lower())
+    return None if is_set is None else is_set is not flag[1].startswith("train")
 
 
 def says_held_out(name: object) -> bool:

@@ -19,9 +19,9 @@ from energon_bridge.models.conversations.questions import (
     chosen,
     filled,
     first_answer,
+    is_held_out,
     is_unanswered,
     options_of,
-    says_held_out,
     split_column,
     texts_of,
 )
@@ -465,21 +465,22 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     return replace(row, files=files)
 
 
-def held_out_by(row: Row) -> tuple[str, str] | None:
-    """Return the column by which a row says of which split it is, and what it says; None: it says nothing."""
+def held_out_by(row: Row) -> tuple[str, bool] | None:
+    """Return the column by which a row says whether it is held out, and what it says; None: it says nothing."""
     column = split_column(row.values)
-    return (column, row.values[column]) if column is not None and isinstance(row.values[column], str) else None
+    held_out = None if column is None else is_held_out(column, row.values[column])
+    return None if column is None or held_out is None else (column, held_out)
 
 
 def _check_split(row: Row, layout: Layout) -> None:
     """Raise SourceError for a row that says that it is held out among rows that are not, or the reverse."""
     if layout.held_out is None or (said := held_out_by(row)) is None or said[0] in layout.fields.values():
         return
-    if says_held_out(said[1]) is not layout.held_out:
+    if said[1] is not layout.held_out:
         others = "held out" if layout.held_out else "to be learned"
         raise SourceError(
-            f"`{said[0]}` is {said[1]!r}, and other rows are {others}. Write the rows of each split into a list or "
-            f"table of their own; or take all rows alike, with --ignore {said[0]}."
+            f"`{said[0]}` is {row.values[said[0]]!r}, and other rows are {others}. Write the rows of each "
+            f"split into a list or table of their own; or take all rows alike, with --ignore {said[0]}."
         )
 
 

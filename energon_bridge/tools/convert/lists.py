@@ -32,7 +32,6 @@ from energon_bridge.models.conversations.questions import (
     columns_of,
     is_metadata,
     options_of,
-    says_held_out,
     short_text,
     template_columns,
     texts_of,
@@ -601,7 +600,7 @@ def _ask(texts: Sequence[Any]) -> bool:
 def first_held_out(rows: Sequence[Row]) -> bool | None:
     """Return whether all first rows say that they are held out; None: none says of which split it is."""
     said = [one for row in rows if (one := held_out_by(row)) is not None]
-    return all(says_held_out(split) for _, split in said) if said else None
+    return all(held_out for _, held_out in said) if said else None
 
 
 def answers_of(rows: Sequence[Row]) -> AnswersAs | None:

@@ -49,7 +49,7 @@ from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.samples import sample_type_by_name
 from energon_bridge.core.storage import OpenFiles, Store, open_store
 from energon_bridge.core.storage.forks import PerProcess
-from energon_bridge.models.conversations.questions import says_held_out, split_column
+from energon_bridge.models.conversations.questions import is_held_out, split_column
 from energon_bridge.models.conversations.turns import CONVERSATIONS
 from energon_bridge.tools.convert.arrow import (
     ArrowSource,
@@ -233,16 +233,17 @@ def _name_splits(columns: Sequence[str], groups: Sequence[Group], here: str) -> 
     column = split_column(columns)
     if column is None or column not in groups[0].columns:
         return
-    seen: set[str] = set()
+    seen: set[Any] = set()
     for group in {id(one): one for one in (groups[0], groups[-1])}.values():
         is_parquet = group.path.endswith(".parquet")
         table = read_row_groups([group], (column,)) if is_parquet else table_of(group)[0]
-        seen.update(value for value in table.column(column).to_pylist() if isinstance(value, str))
-    if len({*map(says_held_out, seen)}) > 1:
+        seen.update(value for value in table.column(column).to_pylist() if is_held_out(column, value) is not None)
+    if len({is_held_out(column, value) for value in seen}) > 1:
         _logger.warning(
             "%s: the column `%s` says that rows are of several splits (%s), and all are taken, unless a filter leaves "
-            "them out, such as filter=\"%s == 'train'\"",
-            *(here, column, ", ".join(sorted(seen)[:5]), column),
+            'them out, such as filter="%s == %r"',
+            *(here, column, ", ".join(sorted(map(str, seen))[:5]), column),
+            next(value for value in sorted(seen, reverse=True) if not is_held_out(column, value)),
         )
 
 

@@ -260,6 +260,21 @@ def test_rows_that_say_that_they_are_held_out_stop_convert(
     assert "train: 5 samples" in convert(source, tmp_path / "all", "--split-ratio", "1,0,0", "--ignore", column)
 
 
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("is_test", [False, True]), ("Is_Train", [1, 0]), ("in_train", ["true", "False"]), ("is_validation_set", [0, 1])],
+)
+def test_flags_say_which_rows_are_held_out(column: str, values: list[Any], tmp_path: Path) -> None:
+    source = tmp_path / "rows.json"
+    source.write_text(json.dumps([talk(number, **{column: values[number == 3]}) for number in range(5)]))
+    message = refused(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    assert f"`{column}` is {values[1]!r}, and other rows are to be learned." in message
+    assert "train: 5 samples" in convert(source, tmp_path / "all", "--split-ratio", "1,0,0", "--ignore", column)
+    rows = [talk(number, **{column: None, "is_testament": number}) for number in range(5)]
+    source.write_text(json.dumps(rows))
+    assert "train: 5 samples" in convert(source, tmp_path / "none", "--split-ratio", "1,0,0")
+
+
 def test_rows_that_are_all_held_out_are_converted(tmp_path: Path) -> None:
     source = tmp_path / "rows.json"
     source.write_text(json.dumps([talk(number, split="dev") for number in range(LOOKED_AT)]))
@@ -282,12 +297,15 @@ def test_files_that_are_split_by_their_names_may_say_so_in_a_column(tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", ["texts", "conversations"])
+@pytest.mark.parametrize(
+    ("column", "splits"), [("split", ["train", "train", "test"]), ("is_test", [False, False, True])]
+)
 def test_tables_whose_rows_are_of_several_splits_are_named(
-    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    column: str, splits: list[Any], form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    splits = ["train", "train", "test"]
-    rows = [talk(number, split=split) for number, split in enumerate(splits)]
-    table = arrow.Table.from_pylist(rows) if form == "conversations" else arrow.table({"text": splits, "split": splits})
+    rows = [talk(number, **{column: split}) for number, split in enumerate(splits)]
+    texts = arrow.table({"text": ["a", "b", "c"], column: splits})
+    table = arrow.Table.from_pylist(rows) if form == "conversations" else texts
     path = tmp_path / f"{form}.parquet"
     parquet.write_table(table, path)
     config = WorkerConfig(num_workers=0)
@@ -296,8 +314,9 @@ def test_tables_whose_rows_are_of_several_splits_are_named(
     settings |= {"task_encoder": encoder} if encoder else {}
     assert len(list(get_loader(get_val_dataset(path, **settings)))) == 3
     assert caplog.text.count("several splits") == 1
-    assert "filter=\"split == 'train'\"" in caplog.text
-    assert len(list(get_loader(get_val_dataset(path, filter="split == 'train'", **settings)))) == 2
+    wanted = f"{column} == {splits[0]!r}"
+    assert f'filter="{wanted}"' in caplog.text
+    assert len(list(get_loader(get_val_dataset(path, filter=wanted, **settings)))) == 2
 
 
 class Conversations(DefaultTaskEncoder[Any, Any, Any, Any]):
