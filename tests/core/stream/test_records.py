@@ -196,7 +196,7 @@ def test_a_run_goes_on_with_and_without_an_identity_hook(data: Path, workers: in
         {"shuffle_buffer_size": 0, "max_samples_per_sequence": None},
         {"error_policy": ErrorPolicy(on_error=lambda error: True)},
     ],
-    ids=str,
+    ids=["alone", "ones", "many", "unshuffled", "a rule for errors"],
 )
 def test_settings_do_not_matter(data: Path, settings: dict[str, Any]) -> None:
     if (data / "1.tar").exists() and settings.get("batch_size", 3) == 50:
