@@ -64,8 +64,8 @@ static PyObject *piece(PyObject *view, Py_ssize_t from, Py_ssize_t to) {
     return found;
 }
 
-/* Add the parts in data[position:stop] to `found`: pieces of `view`, or bytes where that is NULL. Return the length of the key, with `*key` where it is, 0 where the Python code has
-   to look, or -1 with an error set. */
+/* Add the parts in data[position:stop] to `found`: pieces of `view`, or bytes where that is NULL. Return the length of the
+   key, with `*key` where it is, 0 where the Python code has to look, or -1 with an error set. */
 static Py_ssize_t collect(const Py_buffer *data, Py_ssize_t position, Py_ssize_t stop, PyObject *view, PyObject *wanted,
                           PyObject *found, const char **key) {
     Py_ssize_t prefix = 0, taken = 0;
