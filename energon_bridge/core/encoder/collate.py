@@ -7,14 +7,14 @@ and leaves everything else (numbers, strings, lists, arrays, Pillow images) a li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, cast
 
 from energon_bridge.core.errors import ConfigurationError, UnfitSampleError
 from energon_bridge.core.samples import META_FIELDS, field_names, init_field_names, required_field_names
-from energon_bridge.core.samples.sample import once_per_class
+from energon_bridge.core.samples.sample import Records, once_per_class
 from energon_bridge.core.samples.stacking import (
     batch_meta,
     batch_pad_stack as batch_pad_stack,
@@ -96,37 +96,6 @@ def _required_fields(target: Any) -> frozenset[str]:
 
 def _is_named_tuple(cls: type) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields")
-
-
-class Records(Sequence[Any]):
-    """Samples of one kind, held field by field; each is made when it is asked for. Collating them makes none."""
-
-    __slots__ = ("columns", "kind")
-
-    def __init__(self, kind: type, columns: dict[str, list[Any]]) -> None:
-        self.kind = kind
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns["__key__"])
-
-    def __iter__(self) -> Iterator[Any]:
-        kind, names = self.kind, tuple(self.columns)
-        return (kind(**dict(zip(names, values, strict=True))) for values in zip(*self.columns.values(), strict=True))
-
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return self.changed(lambda column: column[at])
-        return self.kind(**{name: column[at] for name, column in self.columns.items()})
-
-    def __add__(self, other: Sequence[Any]) -> Sequence[Any]:
-        if type(other) is Records and other.kind is self.kind and other.columns.keys() == self.columns.keys():
-            return Records(self.kind, {name: column + other.columns[name] for name, column in self.columns.items()})
-        return [*self, *other]
-
-    def changed(self, change: Callable[[list[Any]], list[Any]]) -> Records:
-        """Return the records with every column changed in the same way."""
-        return Records(self.kind, {name: change(column) for name, column in self.columns.items()})
 
 
 def records_of(kind: type, columns: Mapping[str, list[Any]]) -> Records:

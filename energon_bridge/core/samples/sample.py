@@ -13,7 +13,7 @@ runs but the generated constructor, because samples are made on the hot path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import chain, repeat
@@ -361,6 +361,38 @@ class Batch(_Record):
                 f"add a default to {cls.__name__}, or pass the value as a keyword"
             )
         return cls(**collated)
+
+
+class Records(Sequence[Any]):
+    """Samples of one kind, held field by field; each is made when it is asked for. Collating them makes none."""
+
+    __slots__ = ("columns", "kind")
+
+    def __init__(self, kind: type, columns: dict[str, list[Any]]) -> None:
+        self.kind = kind
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns["__key__"])
+
+    def __iter__(self) -> Iterator[Any]:
+        kind = self.kind
+        names = tuple(self.columns)
+        return (kind(**dict(zip(names, values, strict=True))) for values in zip(*self.columns.values(), strict=True))
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return self.changed(lambda column: column[at])
+        return self.kind(**{name: column[at] for name, column in self.columns.items()})
+
+    def __add__(self, other: Sequence[Any]) -> Sequence[Any]:
+        if type(other) is Records and other.kind is self.kind and other.columns.keys() == self.columns.keys():
+            return Records(self.kind, {name: column + other.columns[name] for name, column in self.columns.items()})
+        return [*self, *other]
+
+    def changed(self, change: Callable[[list[Any]], list[Any]]) -> Records:
+        """Return the records with every column changed in the same way."""
+        return Records(self.kind, {name: change(column) for name, column in self.columns.items()})
 
 
 def add_source_info(sample: Sample | Batch | CrudeSample, *infos: SourceInfo) -> None:

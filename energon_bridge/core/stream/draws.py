@@ -9,10 +9,10 @@ from collections import deque
 from itertools import compress
 from typing import Any, NamedTuple
 
-from energon_bridge.core.encoder.collate import Records
 from energon_bridge.core.encoder.hooks import NUMBER
 from energon_bridge.core.errors import EmptyDatasetError
 from energon_bridge.core.order.choose import AnyBlend, Chooser
+from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stream.again import reencode
 from energon_bridge.core.stream.loading import PendingLoads, SampleColumns

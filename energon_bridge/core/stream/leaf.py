@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.core.encoder.collate import Records
 from energon_bridge.core.encoder.cooking import PRIMARY, Cooker, check_call, cook_sample, matching_cooker
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import DecodeError, FatalSampleError, NoCookerError
@@ -25,6 +24,7 @@ from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.leaf_order import LeafOrder
 from energon_bridge.core.order.rng import IntArray, fold
 from energon_bridge.core.samples import META_FIELDS, CrudeSample, SourceInfo
+from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.stores import (
     CachePool,
     DecodeFileStore,

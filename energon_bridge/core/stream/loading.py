@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from energon_bridge.core.encoder.collate import Records
 from energon_bridge.core.encoder.task_encoder import decoder_of
 from energon_bridge.core.order.choose import Picks, RoundCache, Span, by_leaf
 from energon_bridge.core.order.leaf_order import Round
+from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.samples.stacking import Lender, Slab, SlabPool
 from energon_bridge.core.storage.forks import Threads
 from energon_bridge.core.stream.leaf import Leaf, LeafSource, StorePool

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 import torch
 
-from energon_bridge.core.encoder.collate import Records, batch_of
+from energon_bridge.core.encoder.collate import batch_of
 from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.encoder.hooks import (
     BATCH,
@@ -48,6 +48,7 @@ from energon_bridge.core.encoder.hooks import (
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError, SkipSample
 from energon_bridge.core.order.rng import fold
 from energon_bridge.core.samples import SourceInfo
+from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.stores import CachePool
 from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, place_in

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from energon_bridge.core.encoder.collate import Records, records_of
+from energon_bridge.core.encoder.collate import records_of
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import (
@@ -30,6 +30,7 @@ from energon_bridge.core.format.tar import parse_sample, parse_samples
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import ChatMLSample, CrudeSample, SourceInfo
+from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.core.stream.failures import SamplePlace

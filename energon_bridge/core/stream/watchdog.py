@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from energon_bridge.core.encoder.collate import Records
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import ConfigurationError, HookTimeoutError
 from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.stream.failures import place_in
 
 # ---------------------------------------------------------------------------------------------------------------------
