@@ -17,8 +17,8 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.samples import MultiChoiceVQASample, VQAOCRSample, VQASample
 from energon_bridge.models.conversations.cooker import COOKERS
 from energon_bridge.models.conversations.multimodal import MultiModalSample, MultiModalTaskEncoder
+from energon_bridge.models.conversations.parts import Medium
 from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS
-from energon_bridge.models.conversations.turns import Medium
 from energon_bridge.models.families import (
     CHATML_TEMPLATE,
     LLAVA_TEMPLATE,

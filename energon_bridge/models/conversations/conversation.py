@@ -30,27 +30,28 @@ from torch import Tensor
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS
 from energon_bridge.core.samples import Sample, edataclass
-from energon_bridge.models.conversations.segments import MediaOptions, entry_segments, part_options
-from energon_bridge.models.conversations.templates import parsed
-from energon_bridge.models.conversations.turns import (
-    CONVERSATIONS as _TURNS,
-    FLAGS,
+from energon_bridge.models.conversations.parts import (
     MAPPING,
-    ROLES,
-    SYSTEMS,
-    WEIGHTS,
     Medium,
     av_medium_by_name,
-    is_learned,
-    known_turns,
-    listed_tools,
     medium_by_name,
-    mismatch,
     natural_order,
     own_payload,
     part_kind,
     part_text,
-    placed,
+)
+from energon_bridge.models.conversations.segments import MediaOptions, entry_segments, part_options
+from energon_bridge.models.conversations.templates import parsed
+from energon_bridge.models.conversations.turn_media import mismatch, placed
+from energon_bridge.models.conversations.turns import (
+    CONVERSATIONS as _TURNS,
+    FLAGS,
+    ROLES,
+    SYSTEMS,
+    WEIGHTS,
+    is_learned,
+    known_turns,
+    listed_tools,
     read_tools,
     read_turns,
     system_prompt,

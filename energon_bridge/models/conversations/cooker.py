@@ -20,23 +20,11 @@ from energon_bridge.core.encoder.cooking import Cooker, basic_sample_keys
 from energon_bridge.core.errors import SampleError, SkipSample
 from energon_bridge.core.stores import FileStore
 from energon_bridge.models.conversations.conversation import own_media, warn_once, with_segments
+from energon_bridge.models.conversations.parts import MEDIA, Medium, RawTurn, own_payload, part_kind, part_payload
 from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import is_held_out, is_unanswered, split_column
-from energon_bridge.models.conversations.turns import (
-    CONVERSATIONS,
-    MEDIA,
-    PAIRS,
-    Medium,
-    RawTurn,
-    check_turns,
-    own_payload,
-    part_kind,
-    part_payload,
-    read_tools,
-    read_turns,
-    system_prompt,
-    unseen_medium,
-)
+from energon_bridge.models.conversations.turn_media import check_turns, unseen_medium
+from energon_bridge.models.conversations.turns import CONVERSATIONS, PAIRS, read_tools, read_turns, system_prompt
 from energon_bridge.models.families import (
     ChatSample,
 )

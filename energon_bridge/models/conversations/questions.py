@@ -619,7 +619,7 @@ def is_metadata(column: str) -> bool:
 
 
 def split_column(columns: Iterable[str]) -> str | None:
-    """Return the column that says of which split each row is."""
+    """Return the column that says of which split each row is: a name (`split`), or a flag (`is_test`)."""
     lower = {column.lower(): column for column in columns}
     flags = (lower[name] for name in lower if _FLAGS.fullmatch(name))
     return next((lower[name] for name in _SPLITS if name in lower), next(flags, None))

@@ -50,7 +50,8 @@ from energon_bridge.core.format.tar_index import find_pieces
 from energon_bridge.core.samples import CrudeSample
 from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
-from energon_bridge.models.conversations.turns import MEDIA, has_empty_answer, is_blank
+from energon_bridge.models.conversations.parts import MEDIA
+from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
 from energon_bridge.tools.convert.conversations import is_conversation
 
 _READ_AHEAD = 8 << 20

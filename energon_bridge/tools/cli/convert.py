@@ -26,8 +26,9 @@ from energon_bridge.core.format.tar_index import index_name
 from energon_bridge.core.prepare.split import SplitRule, parse_ratio
 from energon_bridge.core.samples import CrudeSample, sample_type_by_name
 from energon_bridge.core.storage import open_store
+from energon_bridge.models.conversations.parts import Medium, medium_by_name
 from energon_bridge.models.conversations.questions import AnswersAs, template_columns
-from energon_bridge.models.conversations.turns import Medium, medium_by_name, read_turns
+from energon_bridge.models.conversations.turns import read_turns
 from energon_bridge.tools.cli.assistant import shorten
 from energon_bridge.tools.cli.output import count_of, format_bytes, json_option
 from energon_bridge.tools.cli.prepare_options import (

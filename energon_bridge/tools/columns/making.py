@@ -38,7 +38,8 @@ from energon_bridge.core.prepare.staging import Staging, forget
 from energon_bridge.core.storage import Store, open_store
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.conversations.turns import medium_by_name, read_turns, system_prompt
+from energon_bridge.models.conversations.parts import medium_by_name
+from energon_bridge.models.conversations.turns import read_turns, system_prompt
 from energon_bridge.tools.check.lint import LEAVE_OUT, Problem, made_sample, read_rows, read_samples, wanted_parts
 from energon_bridge.tools.check.media import read_image
 from energon_bridge.tools.columns.stored import (

@@ -14,6 +14,7 @@ from typing import Any
 
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, is_base64, kind_by_head, kind_by_name
+from energon_bridge.models.conversations.parts import Medium, medium_by_name, part_kind, part_payload, part_text
 from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import (
     chosen,
@@ -26,26 +27,19 @@ from energon_bridge.models.conversations.questions import (
     texts_of,
 )
 from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
+from energon_bridge.models.conversations.turn_media import check_places, check_turns, unseen_medium
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     SYSTEMS,
-    Medium,
-    check_places,
-    check_turns,
     find_pair,
     has_pairs,
     has_preferences,
-    medium_by_name,
     not_in_turns,
     num_rejected,
-    part_kind,
-    part_payload,
-    part_text,
     preferred,
     read_tools,
     read_turns,
     typed_turns,
-    unseen_medium,
     with_turns,
 )
 from energon_bridge.tools.convert.rows import (

@@ -24,6 +24,7 @@ import numpy as np
 from energon_bridge.core.errors import SampleError, SourceError
 from energon_bridge.core.format.documents import UTF16, utf16_remedy
 from energon_bridge.core.format.media import BASE64, kind_by_name
+from energon_bridge.models.conversations.parts import medium_by_name, natural_order
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
@@ -38,6 +39,7 @@ from energon_bridge.models.conversations.questions import (
     unknown_texts,
 )
 from energon_bridge.models.conversations.segments import is_option
+from energon_bridge.models.conversations.turn_media import unseen_medium
 from energon_bridge.models.conversations.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
@@ -47,10 +49,7 @@ from energon_bridge.models.conversations.turns import (
     find_pair,
     has_pairs,
     has_preferences,
-    medium_by_name,
-    natural_order,
     not_in_turns,
-    unseen_medium,
 )
 from energon_bridge.tools.convert.conversations import (
     as_files,

@@ -38,8 +38,8 @@ from energon_bridge.core.format.field_map import FieldMap, describe_fields, pars
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, kind_by_name
 from energon_bridge.core.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name, sample_type_names
 from energon_bridge.core.storage import Store
+from energon_bridge.models.conversations.parts import medium_by_name
 from energon_bridge.models.conversations.questions import AnswersAs, said_by_annotators
-from energon_bridge.models.conversations.turns import medium_by_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.conversations.turns import find_pair, own_payload, part_kind
+from energon_bridge.models.conversations.parts import own_payload, part_kind
+from energon_bridge.models.conversations.turns import find_pair
 from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.tools.preview.notebook import as_image
 from energon_bridge.tools.preview.texts import value_text
