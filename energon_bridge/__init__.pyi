@@ -215,6 +215,10 @@ from .models.images.devices import (
 from .models.images.images import (
     DeferredImage as DeferredImage,
 )
+from .models.packing.future import (
+    FutureTargets as FutureTargets,
+    future_targets as future_targets,
+)
 from .models.packing.grouping import (
     LengthGrouper as LengthGrouper,
 )

@@ -66,6 +66,7 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         pack_batches_to_multiple_of: Pack the samples of each microbatch into one row, each padded to a multiple of
             this; None: one row per sample.
         visual_keys: Media fields to keep; None: all.
+        mtp: As of `packed_seq_params`, for models with `mtp_num_layers`.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         *,
         pack_batches_to_multiple_of: int | None = None,
         visual_keys: Sequence[str] | None = None,
+        mtp: bool = False,
     ) -> None:
         super().__init__(tokenizer, family, config)
         self.pack_batches_to_multiple_of = pack_batches_to_multiple_of
         self.visual_keys = None if visual_keys is None else frozenset(visual_keys)
+        self.mtp = mtp
 
     def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
         """Pad the sequences to a common length, or concatenate them into one row."""
@@ -125,7 +128,7 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         }
         for name in ("mrope_position_ids", "pixel_norm"):
             made |= {} if getattr(batch, name) is None else {name: getattr(batch, name)}
-        return made | (_packed(batch) if packed else {})  # the rest, `__valid__` among it, the loader adds
+        return made | (_packed(batch, self.mtp) if packed else {})  # the rest, `__valid__` among it, the loader adds
 
 
 _OF_ROWS = (
@@ -135,13 +138,13 @@ _OF_ROWS = (
 )
 
 
-def _packed(batch: MultiModalBatch) -> dict[str, Any]:
+def _packed(batch: MultiModalBatch, mtp: bool) -> dict[str, Any]:
     """Return the fields with the ends of the samples in packed rows."""
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens_padded is not None
     arguments: dict[str, Any] = {"total_tokens": int(batch.tokens.numel())}
     for side in ("q", "kv"):
-        arguments[f"cu_seqlens_{side}"] = batch.cu_seqlens
+        arguments[f"cu_seqlens_{side}"] = batch.cu_seqlens_padded if mtp else batch.cu_seqlens
         arguments[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded  # context parallelism reads it in any case
         arguments[f"max_seqlen_{side}"] = torch.tensor(batch.max_seqlen, dtype=torch.int32)
     return arguments
@@ -159,6 +162,7 @@ class HFEnergonTaskEncoderConfig:
         min_pixels: Fewest pixels of an image; Qwen-VL only.
         max_pixels: The same for the most.
         trust_remote_code: Of no use: nothing that is loaded runs code.
+        mtp: As of `packed_seq_params`, for models with `mtp_num_layers`.
     """
 
     hf_processor_path: str
@@ -167,6 +171,7 @@ class HFEnergonTaskEncoderConfig:
     min_pixels: int | None = None
     max_pixels: int | None = None
     trust_remote_code: bool | None = None
+    mtp: bool = False
 
     def build(self, context: TaskEncoderContext) -> BridgeTaskEncoder:
         """Load what it needs and make the encoder.
@@ -195,6 +200,7 @@ class QwenVLEnergonTaskEncoderConfig:
         max_num_frames: Most frames of a video, evenly spaced.
         max_visual_tokens: A sample with more image and video tokens is left out.
         trust_remote_code: Of no use: nothing that is loaded runs code.
+        mtp: As of `packed_seq_params`, for models with `mtp_num_layers`.
     """
 
     hf_processor_path: str
@@ -208,6 +214,7 @@ class QwenVLEnergonTaskEncoderConfig:
     max_num_frames: int | None = 60
     max_visual_tokens: int | None = 16384
     trust_remote_code: bool | None = None
+    mtp: bool = False
 
     def build(self, context: TaskEncoderContext) -> BridgeTaskEncoder:
         """Load what it needs and make the encoder.
@@ -350,4 +357,5 @@ def _build(
         chat,
         pack_batches_to_multiple_of=context.pack_batches_to_multiple_of,
         visual_keys=visual_keys,
+        mtp=config.mtp,
     )

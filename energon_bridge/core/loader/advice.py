@@ -1,9 +1,10 @@
-"""Warnings of settings that waste something: ranks or workers without lanes, buffers and buckets that are too small."""
+"""Warnings of settings that waste or spoil something: idle ranks or workers, small buffers and buckets, pixels."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
+from typing import Any
 
 from energon_bridge.core.loader.position import Position
 from energon_bridge.core.loader.run_data import epochs_by_leaf
@@ -25,6 +26,7 @@ def advise(position: Position) -> None:
     if config.dp_rank:  # of all ranks, the first one says it
         return
     _say_crowded(config.num_workers, available_cores())
+    _say_scaled_twice(spec.settings.task_encoder)
     if spec.ends:
         return
     lanes = ownership.num_lanes
@@ -46,6 +48,28 @@ def advise(position: Position) -> None:
     if config.num_workers > busy:  # no rank has more lanes than the first
         shared = counted(lanes, "lane"), counted(ranks, "rank")
         logger.warning("only %d of %d workers have a lane to load: %s, %s", busy, config.num_workers, *shared)
+
+
+def _say_scaled_twice(encoder: Any) -> None:
+    """Warn of a user's encoder that may call an image processor, which scales bytes, with images from 0 to 1."""
+    form = getattr(encoder.decoder, "image_decode", None)
+    is_own = str(type(encoder).encode_sample.__module__).startswith("energon_bridge.models.")  # makes bytes of floats
+    if form is None or form.endswith("8") or form.startswith(("pil", "fast")) or is_own:
+        return
+    for name, value in getattr(encoder, "__dict__", {}).items():
+        processor = getattr(value, "image_processor", value)
+        if callable(processor) and getattr(processor, "do_rescale", False) is True:
+            _say_once(
+                f"{type(encoder).__name__} decodes images as numbers from 0 to 1 (image_decode={form!r}), and its "
+                f"{type(processor).__name__} (`{name}`) divides by 255 (do_rescale): called with them, it makes nearly "
+                "black pixels. Decode bytes (decoder = SampleDecoder(image_decode='pilrgb')), or call it with "
+                "do_rescale=False"
+            )
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 @cache

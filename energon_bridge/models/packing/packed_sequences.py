@@ -207,10 +207,17 @@ def cu_seqlens(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def packed_seq_params(batch: MultiModalBatch) -> PackedSeqParams:
+def packed_seq_params(batch: MultiModalBatch, *, mtp: bool = False) -> PackedSeqParams:
     """Return what megatron-core's attention needs to know of packed sequences, on the device of the batch.
 
-    Raises ConfigurationError if the batch is not packed or megatron-core is not installed.
+    Args:
+        batch: Packs.
+        mtp: The model predicts several tokens (`mtp_num_layers`). megatron-core (to 0.19) rolls tokens and labels
+            within `cu_seqlens_q`, although padded samples stand where `cu_seqlens_q_padded` says; so both have the
+            padded ends. Padding follows its sample and has no loss, so causal attention gives tokens the same values.
+
+    Raises:
+        ConfigurationError: The batch is not packed, or megatron-core is not installed.
     """
     if batch.cu_seqlens is None or batch.max_seqlen is None:
         raise ConfigurationError("the batch is not packed: it has no cu_seqlens; make it with batch_packs")
@@ -219,7 +226,7 @@ def packed_seq_params(batch: MultiModalBatch) -> PackedSeqParams:
         from megatron.core.packed_seq_params import PackedSeqParams
     values: dict[str, Any] = {}
     for side in ("q", "kv"):
-        values[f"cu_seqlens_{side}"] = batch.cu_seqlens
+        values[f"cu_seqlens_{side}"] = padded if mtp else batch.cu_seqlens
         # also where nothing is padded: under context parallelism megatron-core reads it in any case
         values[f"cu_seqlens_{side}_padded"] = padded
         values[f"max_seqlen_{side}"] = batch.max_seqlen

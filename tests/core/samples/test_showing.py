@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import io
 import logging
 import os
@@ -24,6 +25,7 @@ import torch
 from engine import train_dataset
 from made import made_once
 from PIL import Image
+from transformers import CLIPImageProcessorPil
 
 from energon_bridge import (
     CaptioningSample,
@@ -386,13 +388,13 @@ def transparent_png() -> bytes:
 @pytest.fixture
 def said_anew() -> Iterator[None]:
     """Forget what was said before, and afterwards."""
-    from energon_bridge.core.loader.advice import _say_crowded
+    from energon_bridge.core.loader.advice import _say_crowded, _say_once
     from energon_bridge.models.images.images import _warned
 
-    for forget in (_say_crowded.cache_clear, _warned.clear):
+    for forget in (_say_crowded.cache_clear, _say_once.cache_clear, _warned.clear):
         forget()
     yield
-    for forget in (_say_crowded.cache_clear, _warned.clear):
+    for forget in (_say_crowded.cache_clear, _say_once.cache_clear, _warned.clear):
         forget()
 
 
@@ -412,6 +414,34 @@ def test_transparency_that_is_left_out_is_said_once(form: str, caplog: pytest.Lo
         assert all(np.array_equal(image, expected) for image in images)
     rgba = SampleDecoder(image_decode="rgba8").decode("a.png", data)
     assert rgba[..., 3].tolist() == [[0, 128], [128, 0]]
+
+
+class Processed(DefaultTaskEncoder):
+    """Calls a processor of transformers with what the decoder gives."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(raw_batch_type=None, batch_type=None)
+        self.processor = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+        self.decoder = SampleDecoder(image_decode=form)
+
+    def encode_sample(self, sample: Any) -> Any:
+        (pixels,) = self.processor(images=[sample.image], return_tensors="pt")["pixel_values"]
+        return dataclasses.replace(sample, image=pixels)
+
+
+@pytest.mark.usefixtures("said_anew")
+def test_pixels_that_are_scaled_twice_are_said_once(data: Path, caplog: pytest.LogCaptureFixture):
+    made = {}
+    for form in ("pilrgb", "torchrgb8", "torchrgb", "torchrgb"):
+        dataset = get_train_dataset(data, batch_size=1, worker_config=config(), task_encoder=Processed(form))
+        made[form] = next(iter(get_loader(dataset))).image
+        assert bool(caplog.messages) == (form == "torchrgb"), form
+    (black,) = Processed("pilrgb").processor(images=[Image.new("RGB", (8, 8))], return_tensors="pt")["pixel_values"]
+    assert float((made["torchrgb"] - black).abs().max()) < 0.02
+    assert float((made["torchrgb8"] - black).abs().max()) > 0.5
+    assert torch.equal(made["torchrgb8"], made["pilrgb"])
+    (message,) = caplog.messages
+    assert message.startswith("Processed decodes images as numbers from 0 to 1 (image_decode='torchrgb'), and its CLIP")
 
 
 @pytest.mark.usefixtures("said_anew")
