@@ -42,8 +42,6 @@ Resume = Literal["files", "seek"]
 
 Iterators = EnergonDataloader | Chunk | list[EnergonDataloader] | list[Chunk] | None
 
-Split = tuple[Iterators, Iterators, Iterators]
-
 
 class Provider(Protocol):
     """The function that Megatron-LM's `pretrain` calls for its data iterators."""

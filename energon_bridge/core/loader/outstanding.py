@@ -61,7 +61,7 @@ class Out(NamedTuple):
     left: int
 
 
-class Step(NamedTuple):
+class RepeatedStep(NamedTuple):
     """A microbatch that comes again: the samples of this rank, and those of all ranks."""
 
     own: Sequence[SampleKey]
@@ -107,7 +107,7 @@ class Outstanding:
         self._ranks = ranks
         self._group = group
         self.out: dict[SampleKey, Out] = {}
-        self.due: deque[Step] = deque()
+        self.due: deque[RepeatedStep] = deque()
         self.counts = [0] * (len(COUNTED) - 1)
         self.ended = False
         self._has_said_many = False
@@ -238,7 +238,7 @@ class Outstanding:
             first, last = (-(-len(step) * number // self._ranks) for number in (self._rank, self._rank + 1))
             own = step[first:last]
             self.out |= {key: out for out, key in own}
-            self.due.append(Step([key for _, key in own], [key for _, key in step]))
+            self.due.append(RepeatedStep([key for _, key in own], [key for _, key in step]))
 
     # State -----------------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ from energon_bridge.models.images.programs import (
     Count,
     Draw,
     Drawing,
+    DrawnImage,
     Output,
-    Part,
-    Picture,
+    PatchedImage,
     PixelSize,
     Settings,
     UndrawnError,
@@ -48,7 +48,7 @@ def asked(p: Settings, name: str, **arguments: Any) -> Any:
     return function(**{key: value for key, value in arguments.items() if key in taken})
 
 
-def smart(p: Settings, image: Picture) -> Picture:
+def smart(p: Settings, image: DrawnImage) -> DrawnImage:
     """Scale an image so that its area lies between bounds, as the `smart_resize` of the processor's module says."""
     least, largest = p.side("shortest_edge", "longest_edge")
     if p.max_image_tokens:
@@ -60,7 +60,7 @@ def smart(p: Settings, image: Picture) -> Picture:
     return image.scaled(asked(p, "smart_resize", **given, min_pixels=least, max_pixels=largest))
 
 
-def _usual(p: Settings, image: Picture) -> Picture:
+def _usual(p: Settings, image: DrawnImage) -> DrawnImage:
     """Return an image as the base classes scale it: to a size, to one side, or into a box."""
     if not p.do_resize:
         return image
@@ -80,41 +80,46 @@ def _usual(p: Settings, image: Picture) -> Picture:
     raise UndrawnError(f"its size is {p.size!r}")
 
 
-def _finished(p: Settings, image: Picture) -> Picture:
+def _finished(p: Settings, image: DrawnImage) -> DrawnImage:
     """Scale and crop as the base classes do."""
     image = _usual(p, image)
     return image.cropped(p.box("crop_size"), floor=p.floor) if p.do_center_crop else image
 
 
-def whole(*pictures: Picture, lead: tuple[int, ...] = ()) -> Output:
+def whole(*pictures: DrawnImage, lead: tuple[int, ...] = ()) -> Output:
     """Return pictures of one size, each as (3, height, width)."""
     sizes = {picture.size for picture in pictures}
     if len(sizes) > 1:
         raise ValueError(f"its pictures have the sizes {sorted(sizes)}")
-    return Output([Part(picture=picture) for picture in pictures], (3, *sizes.pop()), lead)
+    return Output([PatchedImage(picture=picture) for picture in pictures], (3, *sizes.pop()), lead)
 
 
 def on_tiles(
-    sheet: Picture, tile: PixelSize, view: Picture | None = None, *, first: bool = False, lead: tuple[int, ...] = ()
+    sheet: DrawnImage,
+    tile: PixelSize,
+    view: DrawnImage | None = None,
+    *,
+    first: bool = False,
+    lead: tuple[int, ...] = (),
 ) -> Output:
     """Return the tiles of a sheet, row by row, and a view of the whole behind several of them, or `first`."""
-    parts = [Part(picture=sheet, patch=tile)]
+    parts = [PatchedImage(picture=sheet, patch=tile)]
     if view is not None and parts[0].count > 1:
-        parts.insert(0 if first else 1, Part(picture=view))
+        parts.insert(0 if first else 1, PatchedImage(picture=view))
     return Output(parts, (3, *tile), lead)
 
 
-def on_grid(image: Picture, tile: PixelSize, grid: PixelSize) -> Picture:
+def on_grid(image: DrawnImage, tile: PixelSize, grid: PixelSize) -> DrawnImage:
     """Return an image scaled to rows and columns of tiles."""
     return image.scaled((tile[0] * grid[0], tile[1] * grid[1]))
 
 
-def pixelwise(image: Picture, side: int) -> Part:
+def pixelwise(image: DrawnImage, side: int) -> PatchedImage:
     """Return patches with the channels of a pixel side by side."""
-    return Part(picture=image, patch=(side, side), order="pixels")
+    return PatchedImage(picture=image, patch=(side, side), order="pixels")
 
 
-def plain(p: Settings, image: Picture, colour: Colour | None = None) -> Drawing:
+def plain(p: Settings, image: DrawnImage, colour: Colour | None = None) -> Drawing:
     """Scale, crop, rescale, normalise; with a colour, pad to a square first."""
     written = next((kind for kind in type(p.processor).__mro__ if "_preprocess" in vars(kind)), object)
     if colour is None and (p.do_pad or _short(written) not in PROGRAMS):
@@ -123,7 +128,7 @@ def plain(p: Settings, image: Picture, colour: Colour | None = None) -> Drawing:
     return Drawing(pixels={"pixel_values": whole(image)})
 
 
-def video_llava(p: Settings, image: Picture) -> Drawing:
+def video_llava(p: Settings, image: DrawnImage) -> Drawing:
     if min(image.size) <= 4:
         raise UndrawnError("it guesses where the channels of so narrow an image are")
     name = "pixel_values" if p.return_legacy_image_output is False else "pixel_values_images"
@@ -136,11 +141,11 @@ def _colour(p: Settings, mean: str = "image_mean") -> Colour:
     return red, green, blue
 
 
-def llava(p: Settings, image: Picture) -> Drawing:
+def llava(p: Settings, image: DrawnImage) -> Drawing:
     return plain(p, image, _colour(p)) if p.do_pad else plain(p, image)
 
 
-def llava_next(p: Settings, image: Picture) -> Drawing:
+def llava_next(p: Settings, image: DrawnImage) -> Drawing:
     """The whole image, then the tiles of the best resolution, on black; in a sample of several (OneVision), squares."""
     box = p.side("height", "width")
     overview = box if all(box) else p.side("shortest_edge") * 2
@@ -154,8 +159,8 @@ def llava_next(p: Settings, image: Picture) -> Drawing:
         room = best_resolution(image.size, [(int(rows), int(columns)) for rows, columns in p.image_grid_pinpoints])
         sheet = image.scaled(fitted(image.size, room)).centred(room)
         pictures = [image.scaled(cast(PixelSize, overview)), *sheet.tiles((side, side))]
-        if (side, side) == _finished(p, Picture((side, side))).size and not any(one % side for one in room):
-            parts = [Part(picture=_finished(p, pictures[0])), Part(picture=sheet, patch=(side, side))]
+        if (side, side) == _finished(p, DrawnImage((side, side))).size and not any(one % side for one in room):
+            parts = [PatchedImage(picture=_finished(p, pictures[0])), PatchedImage(picture=sheet, patch=(side, side))]
             return Drawing(
                 pixels={"pixel_values": Output(parts, (3, side, side), (1,))}, facts=facts, padded=bool(p.do_pad)
             )
@@ -165,8 +170,8 @@ def llava_next(p: Settings, image: Picture) -> Drawing:
 
 def patched(
     p: Settings,
-    image: Picture,
-    sized: Callable[[Settings, Picture], Picture] = smart,
+    image: DrawnImage,
+    sized: Callable[[Settings, DrawnImage], DrawnImage] = smart,
     *,
     grouped: bool = True,
     order: Any = "channels",
@@ -178,7 +183,7 @@ def patched(
     Args:
         sized: Scales the image.
         grouped: Whether the patches of a token are adjacent.
-        order: See `Part`.
+        order: See `PatchedImage`.
         flat: Whether a patch is one axis.
         merges: Whether the size of groups is returned.
     """
@@ -186,7 +191,9 @@ def patched(
     side, times = int(p.patch_size), int(p.temporal_patch_size or 1)
     if order == "pixels" and times > 1:
         raise UndrawnError("it repeats an image for each value")
-    part = Part(picture=image, patch=(side, side), merge=int(p.merge_size) if grouped else 1, times=times, order=order)
+    part = PatchedImage(
+        picture=image, patch=(side, side), merge=int(p.merge_size) if grouped else 1, times=times, order=order
+    )
     item = (3 * times * side**2,) if flat else (3 * times, side, side)
     facts: dict[str, Any] = {"image_grid_thw": [[1, image.size[0] // side, image.size[1] // side]]}
     if merges:
@@ -194,7 +201,7 @@ def patched(
     return Drawing(pixels={"pixel_values": Output([part], item)}, facts=facts)
 
 
-def _in_whole_tokens(p: Settings, image: Picture) -> Picture:
+def _in_whole_tokens(p: Settings, image: DrawnImage) -> DrawnImage:
     """Glm5Next: scaled into the size that `smart_resize` gives, on black."""
     target, (height, width), times = smart(p, image).size, image.size, int(p.temporal_patch_size)
     scale = min(target[0] / height, target[1] / width)
@@ -204,13 +211,13 @@ def _in_whole_tokens(p: Settings, image: Picture) -> Picture:
     return image.scaled((rows, columns)).on_canvas(target)
 
 
-def _navit(p: Settings, image: Picture) -> Picture:
+def _navit(p: Settings, image: DrawnImage) -> DrawnImage:
     limits = (p.patch_size, p.merge_size, p.max_patches, p.side("max_height")[0])
     inner, outer = own(p, "navit_resize")(*image.size, *limits)
     return image.scaled(inner).on_canvas(outer)
 
 
-def _by_tokens(p: Settings, image: Picture) -> Picture:
+def _by_tokens(p: Settings, image: DrawnImage) -> DrawnImage:
     return image.scaled(own(p, "smart_resize")(*image.size, p.patch_size * p.merge_size, p.max_image_tokens))
 
 
@@ -219,7 +226,7 @@ def _first(count: int, room: int, dtype: torch.dtype = torch.int32) -> torch.Ten
     return (torch.arange(room) < count).to(dtype)[None]
 
 
-def siglip2(p: Settings, image: Picture) -> Drawing:
+def siglip2(p: Settings, image: DrawnImage) -> Drawing:
     side, room = int(p.patch_size), int(p.max_num_patches)
     if p.do_resize:
         image = image.scaled(own(p, "get_image_size_for_max_num_patches")(*image.size, side, room))
@@ -228,7 +235,7 @@ def siglip2(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": Output([pixelwise(image, side)], (3 * side**2,), (1,), room)}, facts=facts)
 
 
-def lfm2(p: Settings, image: Picture) -> Drawing:
+def lfm2(p: Settings, image: DrawnImage) -> Drawing:
     """Tiles and an overview, each as patches, padded to one number of them."""
     if not p.do_pad:
         raise UndrawnError("it does not pad")
@@ -253,8 +260,8 @@ def lfm2(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": Output(parts, (3 * side**2,), each=room)}, facts=facts)
 
 
-def gemma3(p: Settings, image: Picture) -> Drawing:
-    crops: list[Picture] = []
+def gemma3(p: Settings, image: DrawnImage) -> Drawing:
+    crops: list[DrawnImage] = []
     if p.do_pan_and_scan:
         height, width = image.size
         names = ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")
@@ -269,7 +276,7 @@ def gemma3(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": whole(*pictures)}, facts={"num_crops": [len(crops)]})
 
 
-def gemma4(p: Settings, image: Picture, *, merged: bool = False) -> Drawing:
+def gemma4(p: Settings, image: DrawnImage, *, merged: bool = False) -> Drawing:
     """Patches with pixels side by side, as many as there is room for; `merged`: a patch is all of a token."""
     side, kernel = int(p.patch_size), int(p.pooling_kernel_size)
     room = int(p.max_soft_tokens) * kernel**2
@@ -294,13 +301,13 @@ def _places(rows: int, columns: int, room: int) -> torch.Tensor:
     return places
 
 
-def _canvas(p: Settings, image: Picture, tile: PixelSize, least: int, most: int) -> PixelSize:
+def _canvas(p: Settings, image: DrawnImage, tile: PixelSize, least: int, most: int) -> PixelSize:
     """Return rows and columns of the tiles of an image, by `get_optimal_tiled_canvas`."""
     columns, rows = own(p, "get_optimal_tiled_canvas")(image.size, tile, least, most)
     return rows, columns
 
 
-def tiled(p: Settings, image: Picture) -> Drawing:
+def tiled(p: Settings, image: DrawnImage) -> Drawing:
     """InternVL, Cohere 2 Vision: tiles of a grid of the image's shape, and the whole image behind several."""
     if not p.crop_to_patches or p.max_patches < 2:
         return Drawing(pixels={"pixel_values": whole(_usual(p, image))}, facts={"num_patches": [1]})
@@ -310,7 +317,7 @@ def tiled(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": output}, facts={"num_patches": [output.shape[0]]})
 
 
-def ovis2(p: Settings, image: Picture) -> Drawing:
+def ovis2(p: Settings, image: DrawnImage) -> Drawing:
     if p.do_center_crop:
         raise UndrawnError("it crops")
     tile, grid, output = p.box(), (1, 1), whole(_usual(p, image))
@@ -322,7 +329,7 @@ def ovis2(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": output}, facts={"grids": [list(grid)]})
 
 
-def deepseek_ocr2(p: Settings, image: Picture) -> Drawing:
+def deepseek_ocr2(p: Settings, image: DrawnImage) -> Drawing:
     """The whole image on a square, and the tiles of one that is large enough."""
     tile = int(p.tile_size)
     side = p.box()[0] if p.crop_to_patches else tile
@@ -337,7 +344,7 @@ def deepseek_ocr2(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels=pixels, facts={"num_local_patches": [count]})
 
 
-def granite_docling(p: Settings, image: Picture) -> Drawing:
+def granite_docling(p: Settings, image: DrawnImage) -> Drawing:
     names = ("dense_max_patches", "dense_max_scale", "dense_min_aspect", "dense_max_aspect")
     given = {name: getattr(p, name) for name in ("size", "crop_to_patches", "min_patches", "max_patches", *names)}
     if p.fine_route:
@@ -352,7 +359,7 @@ def granite_docling(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": output}, facts=facts, axis=1)
 
 
-def idefics3(p: Settings, image: Picture) -> Drawing:
+def idefics3(p: Settings, image: DrawnImage) -> Drawing:
     """Scaled to the longest side, then to whole tiles; the tiles, and the image scaled to one behind several."""
     side = p.side("longest_edge", of="max_image_size")[0]
     if p.do_resize:
@@ -385,7 +392,7 @@ def idefics3(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": output}, facts=facts, axis=1)
 
 
-def mllama(p: Settings, image: Picture) -> Drawing:
+def mllama(p: Settings, image: DrawnImage) -> Drawing:
     tile, most = p.box(), int(p.max_image_tiles)
     canvas = [int(one) for one in own(p, "get_optimal_tiled_canvas")(*image.size, most, tile[0])]
     size = own(p, "get_image_size_fit_to_canvas")(*image.size, *canvas, tile[0])
@@ -397,11 +404,11 @@ def mllama(p: Settings, image: Picture) -> Drawing:
         "aspect_ratio_mask": _first(rows * columns, most, torch.int64)[None].clone,
         "num_tiles": ([rows * columns],),
     }
-    pixels = Output([Part(picture=sheet, patch=tile)], (3, *tile), (1, 1), most)
+    pixels = Output([PatchedImage(picture=sheet, patch=tile)], (3, *tile), (1, 1), most)
     return Drawing(pixels={"pixel_values": pixels}, facts=facts, axis=1)
 
 
-def llama4(p: Settings, image: Picture) -> Drawing:
+def llama4(p: Settings, image: DrawnImage) -> Drawing:
     tile = p.box()
     known = torch.tensor(own(p, "find_supported_resolutions")(max_num_chunks=p.max_patches, patch_size=p.size))
     canvas = own(p, "get_best_fit")(image.size, known, resize_to_max_canvas=p.resize_to_max_canvas).tolist()
@@ -414,9 +421,9 @@ def llama4(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": on_tiles(sheet, tile, image.scaled(tile))}, facts=facts)
 
 
-def perception_lm(p: Settings, image: Picture) -> Drawing:
+def perception_lm(p: Settings, image: DrawnImage) -> Drawing:
     side = int(p.tile_size)
-    parts = [Part(picture=image.scaled((side, side)))]
+    parts = [PatchedImage(picture=image.scaled((side, side)))]
     if not p.do_resize:
         raise UndrawnError("it does not scale")
     if p.vision_input_type == "thumb+tile":
@@ -425,11 +432,11 @@ def perception_lm(p: Settings, image: Picture) -> Drawing:
             given = {"img_width": image.size[1], "img_height": image.size[0], "tile_size": side}
             grid = asked(p, "_fit_image_to_canvas", **given) or asked(p, "_find_closest_aspect_ratio", **given)
             columns, rows = grid
-        parts.append(Part(picture=on_grid(image, (side, side), (rows, columns)), patch=(side, side)))
+        parts.append(PatchedImage(picture=on_grid(image, (side, side), (rows, columns)), patch=(side, side)))
     return Drawing(pixels={"pixel_values": Output(parts, (3, side, side), (1,))})
 
 
-def phi4(p: Settings, image: Picture) -> Drawing:
+def phi4(p: Settings, image: DrawnImage) -> Drawing:
     """Tiles on white, behind the whole, whose values are scaled as such; the mask of patches is the processor's."""
     tile, cells = p.box(), p.box()[0] // p.patch_size
     height, width = image.size
@@ -458,11 +465,11 @@ def phi4(p: Settings, image: Picture) -> Drawing:
         "image_attention_mask": masks.clone,
         "num_img_tokens": [256 + 1 + int(flat.sum()) + int(flat[:, 0].sum()) + 16],
     }
-    parts = [Part(picture=sheet, floats_to=tile), Part(picture=sheet, patch=tile)]
+    parts = [PatchedImage(picture=sheet, floats_to=tile), PatchedImage(picture=sheet, patch=tile)]
     return Drawing(pixels={"image_pixel_values": Output(parts, (3, *tile), (1,))}, facts=facts)
 
 
-def pixtral(p: Settings, image: Picture) -> Drawing:
+def pixtral(p: Settings, image: DrawnImage) -> Drawing:
     """An image in whole patches, no longer than the processor says; images of a call are padded with zeros."""
     if p.do_resize:
         longest = p.side("longest_edge")[0]
@@ -474,19 +481,19 @@ def pixtral(p: Settings, image: Picture) -> Drawing:
     return _own_size(p, image)
 
 
-def _blank(image: Picture) -> dict[str, Any]:
+def _blank(image: DrawnImage) -> dict[str, Any]:
     """Return the arguments of functions that ask an array for its size."""
     blank = np.broadcast_to(np.uint8(0), (3, *image.size))
     return {"input_image": blank, "image": blank, "input_data_format": "channels_first"}
 
 
-def _own_size(p: Settings, image: Picture) -> Drawing:
+def _own_size(p: Settings, image: DrawnImage) -> Drawing:
     return Drawing(
         pixels={"pixel_values": whole(image)}, facts={"image_sizes": [list(image.size)]}, padded=bool(p.do_pad)
     )
 
 
-def between(p: Settings, image: Picture) -> Drawing:
+def between(p: Settings, image: DrawnImage) -> Drawing:
     """Emu 3 and Apertus: an image at its own resolution, between two areas."""
     least, most = p.side("min_pixels", "max_pixels")
     if p.backend is None and min(image.size) <= 4:
@@ -496,7 +503,7 @@ def between(p: Settings, image: Picture) -> Drawing:
     return _own_size(p, image)
 
 
-def aria(p: Settings, image: Picture) -> Drawing:
+def aria(p: Settings, image: DrawnImage) -> Drawing:
     most, least = int(p.max_image_size), int(p.min_image_size)
     pictures = [image]
     if p.split_image:
@@ -520,7 +527,7 @@ def _corners(sizes: Sequence[PixelSize], side: int) -> torch.Tensor:
     return mask
 
 
-def _fit_square(p: Settings, image: Picture, size: str, mean: str, by: Any = None) -> Picture:
+def _fit_square(p: Settings, image: DrawnImage, size: str, mean: str, by: Any = None) -> DrawnImage:
     """Return an image scaled into a square, on the mean colour."""
     if p.do_resize:
         delta = p.box(size)[0] / max(image.size)
@@ -529,11 +536,11 @@ def _fit_square(p: Settings, image: Picture, size: str, mean: str, by: Any = Non
     return image.squared(_colour(p, mean)) if p.do_pad else image
 
 
-def janus(p: Settings, image: Picture) -> Drawing:
+def janus(p: Settings, image: DrawnImage) -> Drawing:
     return Drawing(pixels={"pixel_values": whole(_fit_square(p, image, "size", "image_mean"))})
 
 
-def deepseek_hybrid(p: Settings, image: Picture) -> Drawing:
+def deepseek_hybrid(p: Settings, image: DrawnImage) -> Drawing:
     if not p.do_resize or any(
         getattr(p, f"high_res_{name}") != getattr(p, name) for name in ("resample", "image_mean", "image_std")
     ):
@@ -543,7 +550,7 @@ def deepseek_hybrid(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels={"pixel_values": whole(small), "high_res_pixel_values": whole(large)})
 
 
-def step3p7(p: Settings, image: Picture) -> Drawing:
+def step3p7(p: Settings, image: DrawnImage) -> Drawing:
     side, patch = p.box()[0], int(p.patch_size)
     given = {"width": image.size[1], "height": image.size[0], "image_size": side, "patch_size": patch}
     (width, height), (wide, high), window, columns, rows, square = asked(p, "_plan_patches", **given)
@@ -559,7 +566,7 @@ def step3p7(p: Settings, image: Picture) -> Drawing:
     return Drawing(pixels=pixels, facts=facts, single=True)
 
 
-def molmo2(p: Settings, image: Picture) -> Drawing:
+def molmo2(p: Settings, image: DrawnImage) -> Drawing:
     """Crops of a canvas that overlap, behind the whole image, as patches; and which patches are pooled for a token."""
     side, patch = p.box()[0], int(p.patch_size)
     cells = side // patch

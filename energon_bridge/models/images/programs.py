@@ -1,7 +1,7 @@
 """A pixel program: what an image processor does to an image of a size, as data, and its run.
 
-    Picture    an image of a size, and the step by which it is made of another: scaled, on a canvas, or cut out
-    Part       a picture whose values are laid out, whole or in patches
+    DrawnImage    an image of a size, and the step by which it is made of another: scaled, on a canvas, or cut out
+    PatchedImage       a picture whose values are laid out, whole or in patches
     Output     parts one after the other: a tensor of the processor's result
     Drawing    all outputs of an image of one size, and what else the processor returns (sizes, masks, counts)
 
@@ -49,7 +49,7 @@ class UndrawnError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
+class DrawnImage:
     """An image of a height and width, uint8 (height, width, 3), and how it is made.
 
     Attributes:
@@ -63,40 +63,40 @@ class Picture:
     """
 
     size: PixelSize
-    of: Picture | None = None
+    of: DrawnImage | None = None
     step: Literal["scaled", "canvas", "cut"] = "scaled"
     at: PixelSize = (0, 0)
     colour: Colour = _BLACK
     by: Filter | None = None
     smooth: bool = True
 
-    def scaled(self, size: PixelSize, by: Filter | None = None, *, smooth: bool = True) -> Picture:
+    def scaled(self, size: PixelSize, by: Filter | None = None, *, smooth: bool = True) -> DrawnImage:
         """Return this picture in another size. Raises ValueError for one without pixels."""
         size = (int(size[0]), int(size[1]))
         if min(size) < 1:
             raise ValueError(f"an image of {self.size} (height and width) cannot be scaled to {size}")
-        return self if size == self.size else Picture(size, self, by=by, smooth=smooth)
+        return self if size == self.size else DrawnImage(size, self, by=by, smooth=smooth)
 
-    def on_canvas(self, size: PixelSize, at: PixelSize = (0, 0), colour: Colour = _BLACK) -> Picture:
+    def on_canvas(self, size: PixelSize, at: PixelSize = (0, 0), colour: Colour = _BLACK) -> DrawnImage:
         """Return a canvas of a size with this picture on it. Raises ValueError if it is too small."""
         if size[0] < at[0] + self.size[0] or size[1] < at[1] + self.size[1]:
             raise ValueError(f"an image of {self.size} (height and width) does not fit on {size} at {at}")
-        return self if size == self.size else Picture(size, self, "canvas", at, colour)
+        return self if size == self.size else DrawnImage(size, self, "canvas", at, colour)
 
-    def centred(self, size: PixelSize, colour: Colour = _BLACK) -> Picture:
+    def centred(self, size: PixelSize, colour: Colour = _BLACK) -> DrawnImage:
         """Return a canvas with this picture in the middle, rounded to the upper left."""
         return self.on_canvas(size, ((size[0] - self.size[0]) // 2, (size[1] - self.size[1]) // 2), colour)
 
-    def squared(self, colour: Colour) -> Picture:
+    def squared(self, colour: Colour) -> DrawnImage:
         """Return a square canvas with this picture in the middle."""
         return self.centred((max(self.size),) * 2, colour)
 
-    def cut(self, at: PixelSize, size: PixelSize) -> Picture:
+    def cut(self, at: PixelSize, size: PixelSize) -> DrawnImage:
         """Return what lies at a row and column, as much as there is of the size."""
         size = (min(size[0], self.size[0] - at[0]), min(size[1], self.size[1] - at[1]))
-        return self if size == self.size else Picture(size, self, "cut", at)
+        return self if size == self.size else DrawnImage(size, self, "cut", at)
 
-    def cropped(self, size: PixelSize, *, floor: bool) -> Picture:
+    def cropped(self, size: PixelSize, *, floor: bool) -> DrawnImage:
         """Return the centre, on black where it is too small. `floor`: round the padding down before, not up."""
         (height, width), (rows, columns) = self.size, size
         missing = max(0, rows - height), max(0, columns - width)
@@ -104,14 +104,14 @@ class Picture:
         whole = self.on_canvas((height + missing[0], width + missing[1]), (top, left))
         return whole.cut(((whole.size[0] - rows) // 2, (whole.size[1] - columns) // 2), size)
 
-    def tiles(self, size: PixelSize) -> list[Picture]:
+    def tiles(self, size: PixelSize) -> list[DrawnImage]:
         """Return the tiles of a size, row by row; the last ones may be smaller."""
         corners = ((y, x) for y in range(0, self.size[0], size[0]) for x in range(0, self.size[1], size[1]))
         return [self.cut(corner, size) for corner in corners]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PatchedImage:
     """A picture whose values are laid out in patches; see `PixelLayout`.
 
     Attributes:
@@ -123,7 +123,7 @@ class Part:
         floats_to: Scale the values, not the bytes, to this size, by torch without antialiasing.
     """
 
-    picture: Picture
+    picture: DrawnImage
     patch: PixelSize | None = None
     merge: int = 1
     times: int = 1
@@ -151,7 +151,7 @@ class Output:
         each: The same for each part, which then is one of an axis.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[PatchedImage]
     item: tuple[int, ...]
     lead: tuple[int, ...] = ()
     room: int | None = None
@@ -212,7 +212,7 @@ class Settings:
 
     @property
     def floor(self) -> bool:
-        """How crops are rounded, see `Picture.cropped`."""
+        """How crops are rounded, see `DrawnImage.cropped`."""
         return self.profile == "torch"
 
     def side(self, *names: str, of: str = "size") -> tuple[int, ...]:
@@ -229,7 +229,7 @@ class Settings:
         return height, width
 
 
-Draw = Callable[[Settings, Picture], Drawing]
+Draw = Callable[[Settings, DrawnImage], Drawing]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -268,7 +268,7 @@ class Program:
         if found is None:
             settings = self.settings if alone else Settings(self.settings.processor, self.profile, alone=False)
             try:
-                found = self.draw(settings, Picture(size))
+                found = self.draw(settings, DrawnImage(size))
                 for output in found.pixels.values():
                     _ = output.shape
             except UndrawnError:
@@ -354,7 +354,7 @@ class Program:
                 flat[end:start] = 0
         flat[start:] = 0
 
-    def _lay_out(self, part: Part, pixels: np.ndarray, flat: np.ndarray) -> None:
+    def _lay_out(self, part: PatchedImage, pixels: np.ndarray, flat: np.ndarray) -> None:
         if part.order != "frames" or part.times == 1:
             order: Any = "pixels" if part.order == "pixels" else "channels"
             layout = PixelLayout(patch=part.patch, merge=part.merge, times=part.times, order=order)
@@ -364,14 +364,14 @@ class Program:
         look_up(pixels, self.table, PixelLayout(patch=part.patch, merge=part.merge), once)
         flat.reshape(part.count, part.times, -1)[:] = once.reshape(part.count, 1, -1)
 
-    def _as_floats(self, part: Part, pixels: np.ndarray) -> Tensor:
+    def _as_floats(self, part: PatchedImage, pixels: np.ndarray) -> Tensor:
         """Return values that are scaled as such, (1, 3, height, width)."""
         values = torch.empty((1, 3, *part.picture.size), dtype=self.dtype)
         look_up(pixels, self.table, PixelLayout(), bits_of(values.view(-1)))
         size = cast(PixelSize, part.floats_to)
         return torch.nn.functional.interpolate(values.float(), list(size), mode=self.by, antialias=False)
 
-    def _made(self, picture: Picture, image: np.ndarray, made: dict[int, np.ndarray]) -> np.ndarray:
+    def _made(self, picture: DrawnImage, image: np.ndarray, made: dict[int, np.ndarray]) -> np.ndarray:
         """Return a picture of an image, uint8 (height, width, 3); those that are there already are in `made`."""
         if picture.of is None:
             return image
@@ -380,7 +380,7 @@ class Program:
             pixels = made[id(picture)] = self._step(picture, self._made(picture.of, image, made))
         return pixels
 
-    def _step(self, picture: Picture, pixels: np.ndarray) -> np.ndarray:
+    def _step(self, picture: DrawnImage, pixels: np.ndarray) -> np.ndarray:
         top, left = picture.at
         if picture.step == "cut":
             return pixels[top : top + picture.size[0], left : left + picture.size[1]]
