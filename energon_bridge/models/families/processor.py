@@ -33,7 +33,7 @@ from energon_bridge.models.families.processor_calls import ARGUMENTS, ProcessorC
 from energon_bridge.models.families.processor_plans import NONE, PROBES, ProcessorPlans
 from energon_bridge.models.families.processor_positions import ModelPositions
 from energon_bridge.models.families.vision import Plan, PreparedSample, VideoFrames
-from energon_bridge.models.images.native import Handed, NativeImages
+from energon_bridge.models.images.native import Handed, NativeImages, Uncut
 from energon_bridge.models.images.pixels import PixelDtype, Profile, check_choices
 from energon_bridge.models.images.programs import Program
 
@@ -282,6 +282,7 @@ class ProcessorFamily:
                 out = self.calls.called(processor=told, **given, special=sample.adds_special)
         try:
             out = dict(out or self.calls.called(**given, special=sample.adds_special))
+            out = {key: one.as_subclass(Tensor) if isinstance(one, Uncut) else one for key, one in out.items()}
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
         tokens = out["input_ids"][0]

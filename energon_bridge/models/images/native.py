@@ -7,11 +7,13 @@ program, and images that it does not draw, go to the image processor itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from energon_bridge.core.errors import SampleError
 from energon_bridge.models.images.pixels import (
@@ -52,6 +54,37 @@ class Handed(Image.Image):
     def load(self) -> Any:
         """Raise ValueError: there is no such image."""
         raise ValueError("the processor looks at an image by itself, whose pixels are made already")
+
+
+class Uncut(Tensor):
+    """Pixels whose pieces, joined again in their order, are the memory that they were: InternVL's processor does that.
+
+    So they stay where they were made, in the memory of the batch.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Join pieces of one tensor without copying them, and do anything else as torch does."""
+        with torch._C.DisableTorchFunctionSubclass():
+            whole = _rejoined(*args, **kwargs or {}) if func is torch.cat else None
+        return super().__torch_function__(func, types, args, kwargs or {}) if whole is None else whole.as_subclass(cls)
+
+
+def _rejoined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    """Return the rows of one tensor that pieces of it cover, each from where the last ends; None if they do not."""
+    first = pieces[0]
+    end = first.storage_offset()
+    for piece in pieces:
+        is_next = piece.storage_offset() == end and piece.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not (
+            is_next and piece.is_contiguous() and piece.shape[1:] == first.shape[1:] and piece.dtype == first.dtype
+        ):
+            return None
+        end += piece.numel()
+    shape = (sum(map(len, pieces)), *first.shape[1:])
+    return first.as_strided(shape, first.stride()) if dim == 0 and shape[0] else None
 
 
 class NativeImages:
@@ -110,7 +143,9 @@ class NativeImages:
             else:
                 from transformers import BatchFeature
 
-                return BatchFeature(made)
+                return BatchFeature(
+                    {name: one.as_subclass(Uncut) if isinstance(one, Tensor) else one for name, one in made.items()}
+                )
         if held:
             alpha = alpha_for(self.processor, None)
             real = [as_pil(one, alpha) for one in held]

@@ -27,6 +27,7 @@ from energon_bridge import Cooker, SkipSample, WorkerConfig, basic_sample_keys, 
 from energon_bridge.core.samples import stacking
 from energon_bridge.core.samples.stacking import LENDER, SlabPool
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
+from energon_bridge.models.images.native import Uncut
 from energon_bridge.models.images.transforms import normalise
 
 NUMBER, BROKEN = 24, 7
@@ -227,3 +228,27 @@ def test_normalised_batches_lie_in_memory_that_is_lent(dtype: torch.dtype) -> No
         assert normalise(images[:4], 0.5, 0.25, dtype).data_ptr() == address  # used again, now that nobody has it
     finally:
         LENDER.reset(token)
+
+
+def test_pieces_of_pixels_joined_in_their_order_are_the_same_memory() -> None:
+    plain = torch.arange(60.0).reshape(5, 3, 4)
+    pixels = plain.as_subclass(Uncut)
+    for pieces in ([pixels], [pixels[:2], pixels[2:]], [pixels[1:2], pixels[2:4]]):
+        joined = torch.cat(pieces)
+        start = int(pieces[0][0, 0, 0]) // 12
+        assert torch.equal(joined.as_subclass(torch.Tensor), plain[start : start + len(joined)])
+        assert joined.data_ptr() == pieces[0].data_ptr()
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_other_pieces_are_joined_as_torch_joins_them(dim: int) -> None:
+    plain = torch.arange(60.0).reshape(5, 3, 4)
+    orders = [[1, 0], [0, 0], [0, 2], [0, 1]]
+    for order in orders:
+        pieces = [plain[2 * place : 2 * place + 1] for place in order]
+        joined = torch.cat([piece.as_subclass(Uncut) for piece in pieces], dim=dim)
+        assert torch.equal(joined.as_subclass(torch.Tensor), torch.cat(pieces, dim=dim)), order
+    columns = [plain[..., :2], plain[..., 2:]]  # adjacent in memory, but not whole rows
+    joined = torch.cat([piece.as_subclass(Uncut) for piece in columns], dim=dim)
+    assert torch.equal(joined.as_subclass(torch.Tensor), torch.cat(columns, dim=dim))
+    assert joined.data_ptr() != plain.data_ptr()
