@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
@@ -55,6 +55,8 @@ class ForeignDataset(PreparedDataset):
         group_rows: Rows of the largest group, which is read as a whole; 0 if rows can be read one by one.
         fields: Where fields come from, as far as all rows agree.
         seen_ends: A hash of the end of each shard, if opening read it; 0 or nothing: it did not.
+        withheld: Columns that say that some rows are not to be learned, each with the complaint about their being read
+            without a filter that names it.
     """
 
     key_format: ClassVar[str | None] = "{:09d}"
@@ -63,6 +65,7 @@ class ForeignDataset(PreparedDataset):
     group_rows: int
     fields: Mapping[str, str]
     seen_ends: tuple[int, ...] = ()
+    withheld: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def index_names(self) -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_bridge.core.errors import DatasetError, EmptyDatasetError, MetadataError
+from energon_bridge.core.errors import DatasetError, EmptyDatasetError, MetadataError, UnknownSplitError
 from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.format.foreign import ForeignDataset
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.jsonl import is_jsonl, open_jsonl
 from energon_bridge.core.format.key_index import key_index_version
@@ -146,10 +147,15 @@ def open_leaves(
             )
         text = ""
         kept = None
+        named: Sequence[str] = ()
         if isinstance(ref, LeafRef) and ref.filters:
             expressions = load("columns", "expressions")
             text = expressions.all_of(ref.filters)
+            named = expressions.column_names(text)
             kept = expressions.kept_samples(dataset, text, start, stop, where=ref.where)
+        withheld = dataset.withheld if isinstance(dataset, ForeignDataset) else {}
+        if fault := next((fault for column, fault in withheld.items() if column not in named), None):
+            raise UnknownSplitError(fault)
         share = entry.weight if entry.repetitions is None else entry.repetitions
         leaf = OpenLeaf(
             dataset=dataset,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -279,9 +279,14 @@ class MediaWithOptions:
     options: MediaOptions
 
 
-def with_segments(entry: Mapping[str, Any], media: Mapping[Kind, list[Any]]) -> dict[Kind, list[Any]]:
-    """Return the media of an entry, cut as its fields say (`clip`, `start` and `end`, …). Raises SampleError."""
-    found = entry_segments(entry, {kind: len(values) for kind, values in media.items()})
+def with_segments(
+    entry: Mapping[str, Any], media: Mapping[Kind, list[Any]], extensions: Iterable[str] = ()
+) -> dict[Kind, list[Any]]:
+    """Return the media of an entry, cut as its fields say (`clip`, `start` and `end`, …). Raises SampleError.
+
+    `extensions` are those of its files.
+    """
+    found = entry_segments(entry, {kind: len(values) for kind, values in media.items()}, extensions)
     if found is None:
         return dict(media)
     kind, segments = found

@@ -14,17 +14,35 @@ placeholders:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from energon_bridge.core.encoder.cooking import Cooker, basic_sample_keys
-from energon_bridge.core.errors import SampleError, SkipSample
+from energon_bridge.core.errors import EnergonError, SampleError, SkipSample
+from energon_bridge.core.format.jsonl import PART, is_jsonl, parse_line
+from energon_bridge.core.format.tar import parse_sample
+from energon_bridge.core.format.tar_index import index_name
+from energon_bridge.core.samples import SourceInfo
+from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores import FileStore
-from energon_bridge.models.conversations.conversation import own_media, warn_once, with_segments
+from energon_bridge.models.conversations.conversation import own_media, with_segments
 from energon_bridge.models.conversations.parts import MEDIA, Medium, RawTurn, own_payload, part_kind, part_payload
 from energon_bridge.models.conversations.places import by_place
-from energon_bridge.models.conversations.questions import is_held_out, is_unanswered, split_column
+from energon_bridge.models.conversations.questions import is_unanswered, texts_in
 from energon_bridge.models.conversations.turn_media import check_turns, unseen_medium
-from energon_bridge.models.conversations.turns import CONVERSATIONS, PAIRS, read_tools, read_turns, system_prompt
+from energon_bridge.models.conversations.turns import (
+    CONVERSATIONS,
+    PAIRS,
+    find_pair,
+    read_tools,
+    read_turns,
+    system_prompt,
+)
+from energon_bridge.models.conversations.withheld import fault_of_split, fault_of_verdict, first_held_out, held_out_by
 from energon_bridge.models.families import (
     ChatSample,
 )
@@ -52,8 +70,9 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         )
     assert isinstance(content, Mapping)
     check_turns(turns)
-    _name_splits(sample, content)
-    media = with_segments(content, {kind: _media(kind, sample, content, turns, stores) for kind in MEDIA})
+    _check_withheld(sample, content)
+    extensions = [name.rpartition(".")[2].lower() for name in (*sample, *texts_in(content.get("images")))]
+    media = with_segments(content, {kind: _media(kind, sample, content, turns, stores) for kind in MEDIA}, extensions)
     if not any(media.values()) and (unseen := unseen_medium(content)):
         raise SampleError(unseen)
     return ChatSample(
@@ -68,28 +87,39 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
 
 
 COOKERS = (Cooker(cook_conversation),)
-_splits: dict[tuple[str, str], set[bool]] = {}
-_named: set[str] = set()
 
 
-def _name_splits(sample: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Warn, once for a file, if some of its samples say that they are held out, and others that they are not."""
-    column = split_column(content)
-    if column is None or not sample.get("__sources__"):
+def _check_withheld(sample: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Raise SampleError for a sample that is held out among others in its file, or was rejected by annotators.
+
+    Tables were looked at when they were opened.
+    """
+    sources: Sequence[SourceInfo] = sample.get("__sources__") or ()
+    if any(source.shard_name.endswith((".parquet", ".arrow")) for source in sources):
         return
-    held_out = is_held_out(column, content[column])
-    if held_out is None:
-        return
-    source = sample["__sources__"][0]
-    seen = _splits.setdefault((source.dataset_path, source.shard_name), set())
-    seen.add(held_out)
-    if len(seen) > 1:
-        what = f"samples of {source.dataset_path}, {source.shard_name}, are of several splits by their `{column}`, and"
-        value = content[column]
-        if held_out:  # what the others say
-            value = "train" if isinstance(value, str) else type(value)(not value)
-        remedy = f'of a table, filter="{column} == {value!r}" takes those; of others, write a file for each split'
-        warn_once(what, _named, f"{what} all are taken, those that are held out too: {remedy}")
+    fault = fault_of_verdict(content, find_pair(content) or ())
+    if fault is None and len(sources) == 1 and held_out_by(content) is not None:
+        fault = fault_of_split(content, _first_says(sources[0].dataset_path, sources[0].shard_name))
+    if fault is not None:
+        raise SampleError(fault)
+
+
+_LOOKED_AT = 16
+
+
+@lru_cache(maxsize=1024)
+def _first_says(path: str, shard: str) -> bool | None:
+    """Return whether the first samples of a file say that they are held out; None: they say nothing of it."""
+    store = open_store(path.rpartition("/")[0] if is_jsonl(path) else path)
+    size = min(8 * (_LOOKED_AT + 1), store.size(index_name(shard)))
+    places = np.frombuffer(store.read_range(index_name(shard), 0, size), "<u8").tolist()
+    entries: list[Any] = []
+    for start, end in pairwise(places):
+        data = store.read_range(shard, start, end - start)
+        with suppress(EnergonError):  # named when it is loaded
+            part = data if is_jsonl(path) else parse_sample(data, where=shard)[1].get(PART, b"{}")
+            entries.append(parse_line(memoryview(part)))
+    return first_held_out(entry for entry in entries if isinstance(entry, Mapping))
 
 
 def _media(

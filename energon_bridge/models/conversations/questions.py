@@ -23,6 +23,7 @@ from string import ascii_uppercase
 from typing import Any, Literal, NamedTuple
 
 from energon_bridge.core.errors import SampleError
+from energon_bridge.models.conversations.withheld import accepted
 
 AnswersAs = Literal["letter", "text", "index", "number"]
 """How answers to choices are given; an index counts from 0, a number from 1."""
@@ -103,6 +104,7 @@ _ENDINGS = re.compile(
     r"|hash|tag|score|label|level|topic|domain|format|version|count|token)s?"
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+_ANY_LETTER = re.compile(r"[^\W\d_]")
 _WORDS = 4
 """A text of fewer may be the name of a category."""
 
@@ -273,23 +275,26 @@ def first_answer(value: Any) -> str | None:
 
 
 def is_unanswered(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry has a question, and an empty list of answers: SQuAD 2."""
+    """Return whether an entry has a question, and a list of answers that is empty (SQuAD 2), or all are rejected."""
     asked = _column(entry, _ASKED, lambda value: isinstance(value, str) and bool(value.strip()))
     said = entry.get("answers")
     if isinstance(said, Mapping):
         said = said.get("text")
-    return asked is not None and isinstance(said, list) and not said
+    return asked is not None and isinstance(said, list) and not accepted(said)
 
 
 def said_by_annotators(value: Any) -> list[str] | None:
-    """Return the texts of VQAv2's and VizWiz' answers, what most annotators say first; None for anything else."""
+    """Return the texts of VQAv2's and VizWiz' answers, what most annotators say first; None for anything else.
+
+    Those that annotators are not confident of (`answer_confidence: no`), or rejected, are left out.
+    """
     if not isinstance(value, list | tuple) or not value or not all(isinstance(one, Mapping) for one in value):
         return None
     if any(name in one for one in value for name in ("rank", "score", "rating")):  # of several models
         return None
-    texts = [one.get("answer") for one in value]
-    if not all(isinstance(text, str) for text in texts):
+    if not all(isinstance(one.get("answer"), str) for one in value):
         return None
+    texts = [one["answer"] for one in accepted(value)]
     counts = Counter[str](texts)
     return sorted(texts, key=lambda text: -counts[text])
 
@@ -473,6 +478,8 @@ def filled(
     right = pair[1] if pair is not None else _column(entry, (*_SAID, *_RIGHT), _is_plain)
     if right is None:
         raise SampleError(f"there is no answer to the question: {', '.join(entry)}")
+    if pair is None and _is_plain(entry.get(f"{right}_name")):  # of a number of a class
+        right = f"{right}_name"
     columns = template_columns(template)
     texts = {}
     for column in columns:
@@ -618,46 +625,6 @@ def is_metadata(column: str) -> bool:
     return column.startswith("__") or name in _METADATA or name in _OF_ANSWERS or bool(_ENDINGS.fullmatch(name))
 
 
-def split_column(columns: Iterable[str]) -> str | None:
-    """Return the column that says of which split each row is: a name (`split`), or a flag (`is_test`)."""
-    lower = {column.lower(): column for column in columns}
-    flags = (lower[name] for name in lower if _FLAGS.fullmatch(name))
-    return next((lower[name] for name in _SPLITS if name in lower), next(flags, None))
-
-
-_SPLITS = (
-    *("split", "splits", "data_split", "dataset_split", "split_name", "split_type", "origin_split", "subset"),
-    *("partition", "partition_name", "set", "set_name", "usage", "phase", "fold"),
-)
-
-
-_FLAGS = re.compile(
-    r"(?:is|for|in)_(train|training|test|testing|val|validation|eval|evaluation|dev|held_?out)(?:_set)?"
-)
-_TRUTH = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
-
-
-def is_held_out(column: str, value: Any) -> bool | None:
-    """Return whether a row is held out, as its value in a `split_column` says; None: that says nothing."""
-    flag = _FLAGS.fullmatch(column.lower())
-    if flag is None:
-        return says_held_out(value) if isinstance(value, str) else None
-    is_set = _TRUTH.get(str(value).strip().lower())
-    return None if is_set is None else is_set is not flag[1].startswith("train")
-
-
-def says_held_out(name: object) -> bool:
-    """Whether a path or another text says, in whatever spelling, that something is for validation or tests."""
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
-    return _HELD_OUT.search(words) is not None
-
-
-_HELD_OUT = re.compile(
-    r"(?<![a-z])((mini|dev)?(test|eval|evaluation|evaluate|val|valid|validation|validate|dev)"
-    r"(s|set|data|split|ing|dev|mini|std)?|held[-_ ]?out|holdout)(?![a-z])"
-)
-
-
 def texts_in(value: Any) -> list[str]:
     """Return all texts in a value."""
     if isinstance(value, Mapping):
@@ -669,7 +636,7 @@ def texts_in(value: Any) -> list[str]:
 
 def short_text(value: Any) -> str | None:
     """Return the value if it is a text of few words; None for numbers, names of files and the like."""
-    text = value.strip() if isinstance(value, str) and not _is_missing(value) and re.search(r"\w", value) else ""
+    text = value.strip() if isinstance(value, str) and not _is_missing(value) and _ANY_LETTER.search(value) else ""
     return text if text and not _is_name(text) and not _is_long(text) else None
 
 
@@ -685,4 +652,5 @@ def _is_long(value: Any) -> bool:
         return any(map(_is_long, value)) or sum(short_text(one) is not None for one in value) > 1
     if not isinstance(value, str) or "://" in value[:10]:
         return False
-    return len(value.split()) >= _WORDS or len(_CJK.findall(value)) >= 2 * _WORDS
+    is_long = len(value.split()) >= _WORDS or len(_CJK.findall(value)) >= 2 * _WORDS
+    return is_long and _ANY_LETTER.search(value) is not None  # a box is no text

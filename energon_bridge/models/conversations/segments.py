@@ -10,13 +10,22 @@ its sound if it has no video; `clips` and `segments` give one for each of severa
 
 What looks like a span of times under another name (`relevant_windows`, `ts`, a `start` and `end` inside `metadata`) is
 an error beside a video or sound, which would be learned whole; but if the texts say these times, it is their answer.
+So is another part of a file, which is never cut out:
+
+    crop, roi, region: [x, y, w, h]                                                        beside an image
+    frame_indices: [8, 16], frame_idx: 8                                                   beside a video, a GIF
+    channel: 1                                                                             beside a sound
+    page: 2                                                                                beside a TIFF
+
+A single `bbox` beside a text may be a label or what the text is about: a warning names it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -195,16 +204,20 @@ def part_options(part: Mapping[str, Any], kind: Medium) -> MediaOptions | None:
     return MediaOptions(begin=begin, end=end, **numbers)
 
 
-def entry_segments(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> tuple[Medium, list[MediaOptions]] | None:
+def entry_segments(
+    entry: Mapping[str, Any], there: Mapping[Medium, int], extensions: Iterable[str] = ()
+) -> tuple[Medium, list[MediaOptions]] | None:
     """Return the segments that the fields of an entry give to its videos, or to its sounds; None if they give none.
 
     Args:
         entry: It may have other fields.
-        there: How many videos and sounds it has.
+        there: How many images, videos and sounds it has.
+        extensions: Those of its files.
 
     Raises:
         SampleError: They are not understood, or it is not clear whose they are.
     """
+    check_parts(entry, there, extensions)
     kind: Medium | None = "video" if there.get("video") else "audio" if there.get("audio") else None
     if kind is None:
         return None
@@ -246,6 +259,119 @@ def check_unseen(said: Mapping[str, Any], what: str) -> None:
             f"{what} has `{name}`, which looks like a segment and would not be seen: write it into the part of its "
             'video or sound, as {"type": "video", "video": PATH, "segment": [begin, end]}, or beside the turns'
         )
+
+
+# Parts that are never cut out -----------------------------------------------------------------------------------------
+
+_Part = Literal["region", "box", "object", "frame", "page", "channel"]
+_REGIONS = frozenset(("crop", "roi", "region"))
+_BOXES = frozenset(("bbox", "box", "bndbox", "rect", "rectangle"))
+_OF_REGIONS = _BOXES | {"xyxy", "xywh", "coord", "coordinate", "image", "img", "bounding", "norm", "target"}
+_OBJECTS = frozenset(("category", "class", "label", "object", "annotation", "sentences", "phrase", "expression"))
+_CORNERS = (
+    *(("x", "y", "w", "h"), ("x", "y", "width", "height"), ("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax")),
+    *(("left", "top", "right", "bottom"), ("left", "top", "width", "height"), ("x0", "y0", "x1", "y1")),
+)
+_PLACES = frozenset(("idx", "index", "indice", "id", "number", "no", "selector", "video", "audio", "image", "key"))
+_SIDES = ("left", "right", "a", "b")
+
+
+@lru_cache(maxsize=4096)
+def _part_meaning(name: str) -> _Part | None:
+    """Return which part of a file a name may give; `object`: that a box beside it is a label; None: nothing known."""
+    words = _words(name)
+    stems = {word.removesuffix("s") for word in words}
+    if stems & _REGIONS and stems <= _REGIONS | _OF_REGIONS:
+        return "region"
+    if not _OBJECTS.isdisjoint(_kinds(name)):
+        return "object"
+    if stems & _BOXES:
+        return "box"
+    if not stems - {"frame", "keyframe", "page", "channel"} <= _PLACES:
+        return None
+    known: Sequence[tuple[str, _Part]] = (("frame", "frame"), ("keyframe", "frame"), ("page", "page"))
+    return next((part for word, part in (*known, ("channel", "channel")) if word in stems), None)
+
+
+def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extensions: Iterable[str]) -> None:
+    """Raise SampleError if an entry names a part of a file that is learned whole; warn, once, of what may be one.
+
+    `extensions` are those of its files: a page is a part of a TIFF, a frame one of a GIF.
+    """
+    parts = {name: part for name in entry if (part := _part_meaning(name)) is not None}
+    has_pages = not {*extensions}.isdisjoint(("tif", "tiff", "gif"))
+    for name, part in parts.items():
+        value = entry[name]
+        numbers = _whole_numbers(value) if part != "region" else _box(value) or []
+        is_counted = bool(numbers) and (has_pages and max(numbers) > 0)
+        if part == "frame":  # `frames: 12` is their number
+            is_some = isinstance(value, list | tuple) or not {"frames", "keyframes"} & {*_words(name)}
+            is_part = is_some and (is_counted or (bool(numbers) and bool(there.get("video"))))
+        elif part == "channel":
+            is_side = isinstance(value, str) and value.strip().lower() in _SIDES
+            is_part = bool(there.get("audio")) and (is_side or max(numbers, default=0) > 0)
+            is_part = is_part and "channels" not in _words(name)  # their number
+        else:
+            is_part = is_counted if part == "page" else part == "region" and bool(numbers and there.get("image"))
+        if is_part and not (numbers and _are_written(numbers, entry, name)):
+            medium = next((kind for kind in ("video", "image", "audio") if there.get(kind)), "file")
+            raise SampleError(
+                f"`{name}` is {str(value)[:100]}, which seems to be a {part} of the {medium}, and the {medium} is not "
+                f"cut to it: do so beforehand; without the column, the texts are learned with the {medium} as it is: "
+                f"{_without(name)}"
+            )
+    if there.get("image") and "object" not in parts.values():
+        _name_box(entry, [name for name, part in parts.items() if part == "box"])
+
+
+def _name_box(entry: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Warn, once for a name, of one box beside texts that do not say it."""
+    boxes = [(name, _box(entry[name])) for name in names]
+    corners = next((one for one in _CORNERS if all(name in entry for name in one)), None)
+    if corners is not None:
+        boxes.append((", ".join(corners), _box([entry[name] for name in corners])))
+    for name, box in boxes:
+        if box is not None and name not in _named and not _are_written(box, entry, name):
+            _named.add(name)
+            _logger.warning(
+                "`%s` of a sample is a box (%s), and its image is learned whole: if the texts are about what is in the "
+                "box, cut the images beforehand, or write it into the texts; if not, it is not used",
+                *(name, ", ".join(f"{one:g}" for one in box)),
+            )
+
+
+_named: set[str] = set()
+_logger = logging.getLogger(__name__)
+
+
+def _box(value: Any) -> list[float] | None:
+    """Return the four numbers of one box: a list, two points, an object, or one of these as text; None: it is none."""
+    if isinstance(value, str) and len(value) < _LONGEST_TEXT:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value if value.lstrip()[:1] in ("[", "{") else f"[{value}]")
+    if isinstance(value, Mapping):
+        value = next(([value[one] for one in names] for names in _CORNERS if {*names} <= {*value}), None)
+    if isinstance(value, list | tuple) and len(value) in (1, 2) and isinstance(value[0], list | tuple):
+        value = [one for point in value if isinstance(point, list | tuple) for one in point]
+    if not isinstance(value, list | tuple) or len(value) != 4 or any(isinstance(one, str) for one in value):
+        return None
+    numbers = [number for one in value if (number := _number(one)) is not None]
+    return numbers if len(numbers) == 4 and any(numbers) else None
+
+
+def _whole_numbers(value: Any) -> list[float]:
+    """Return the number, or the numbers of a list, if they are whole ones; nothing for anything else."""
+    ones = value if isinstance(value, list | tuple) else [value]
+    numbers = [None if isinstance(one, str) and not one.isdigit() else _number(one) for one in ones]
+    return [one for one in numbers if one is not None and one.is_integer()] if None not in numbers else []
+
+
+def _are_written(numbers: list[float], entry: Mapping[str, Any], name: str) -> bool:
+    """Return whether all of some numbers stand in the texts of an entry beside that name."""
+    texts = texts_in({other: value for other, value in entry.items() if other != name})
+    found = {float(one) for text in texts for one in re.findall(r"\d+(?:\.\d+)?", text)}
+    rounded = 0.5 if max(numbers) > 1 else 0.005  # shares of the width and height
+    return all(any(abs(one - other) <= rounded for other in found) for one in numbers)
 
 
 # Segments -------------------------------------------------------------------------------------------------------------

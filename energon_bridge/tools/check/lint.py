@@ -47,7 +47,7 @@ from energon_bridge.core.format.nvmeta import (
 from energon_bridge.core.format.parallel import Task, Workers, map_shards
 from energon_bridge.core.format.tar import parse_sample
 from energon_bridge.core.format.tar_index import find_pieces
-from energon_bridge.core.samples import CrudeSample
+from energon_bridge.core.samples import CrudeSample, SourceInfo
 from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.models.conversations.parts import MEDIA
@@ -159,9 +159,12 @@ def lint_parts(
 
 
 def lint_splits(path: str, *, split_config: str, dataset_config: str) -> tuple[list[Problem], list[str]]:
-    """Return what is wrong with the split file of a dataset, and what is doubtful."""
-    if is_jsonl(path) or format_of_unprepared(path):
+    """Return what is wrong with the split file of a dataset, and what is doubtful; of tables, rows not to learn."""
+    if is_jsonl(path):
         return [], []
+    if foreign := format_of_unprepared(path):
+        tables = [foreign.open(path, split_part=part) for part in foreign.split_parts(path)]
+        return [], [fault for table in tables for fault in table.withheld.values()]
     store = open_store(path)
     shards = read_info(store).shard_counts
     named = read_document(store, meta_path(dataset_config)).text("split_config")
@@ -196,6 +199,8 @@ def lint_mix(
             wrong, doubtful = lint_splits(dataset.path, split_config=files[0], dataset_config=files[1])
             doubts.update(dict.fromkeys(doubtful))
             problems.extend(one for one in wrong if one not in problems)
+        if isinstance(dataset, ForeignDataset) and not ref.filters:
+            doubts.update(dict.fromkeys(dataset.withheld.values()))
         return datasets.setdefault((dataset.path, dataset.split_part), dataset)
 
     known = metadataset_splits(path)
@@ -307,7 +312,9 @@ class _ShardCheck:
         self, dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], shard: int, conversations: bool
     ) -> None:
         self._dataset = dataset
-        self._cook = check_conversation if conversations else _leave
+        cook = check_conversation if conversations else _leave
+        sources = (SourceInfo(dataset.path, 0, dataset.shard_names[shard], ()),)
+        self._cook = lambda sample: cook({**sample, "__sources__": sources})
         self._decode = decode
         self._shard = shard
         self._name = dataset.shard_names[shard]
@@ -345,6 +352,8 @@ class _ShardCheck:
         first = int(dataset.shard_counts[: self._shard].sum())
         for number, row in enumerate(read_rows(dataset, self._shard), start=first):
             self._num_checked += 1
+            if isinstance(row, SkipSample):  # as it is meant
+                continue
             if isinstance(row, Exception):
                 self.report(row, key=f"{number:09d}")  # as rows that can be read are called
                 continue

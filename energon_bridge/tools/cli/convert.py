@@ -29,6 +29,7 @@ from energon_bridge.core.storage import open_store
 from energon_bridge.models.conversations.parts import Medium, medium_by_name
 from energon_bridge.models.conversations.questions import AnswersAs, template_columns
 from energon_bridge.models.conversations.turns import read_turns
+from energon_bridge.models.conversations.withheld import first_held_out
 from energon_bridge.tools.cli.assistant import shorten
 from energon_bridge.tools.cli.output import count_of, format_bytes, json_option
 from energon_bridge.tools.cli.prepare_options import (
@@ -50,7 +51,6 @@ from energon_bridge.tools.convert.lists import (
     check_captions,
     check_media_meant,
     check_whole,
-    first_held_out,
     other_text,
     propose_layout,
     text_of_sounds,
@@ -186,7 +186,7 @@ def command(
     of_rows = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
     layout = replace(_layout(opened, sample_type, fields, of_rows, asking=asking), preferred=preferred)
     if not opened.split_parts and opened.kind not in _KEPT:
-        layout = replace(layout, held_out=first_held_out(first_rows(opened)))
+        layout = replace(layout, held_out=first_held_out(row.values for row in first_rows(opened)))
     check_layout(layout)
     flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
     if opened.kind.startswith(_WITHOUT_TURNS) and (
@@ -355,7 +355,7 @@ def _show(source: Source, options: ConvertOptions) -> None:
     if (prompt := getattr(source, "prompt", None)) is not None:
         click.echo(f"  conversations about sounds, each with the question {prompt!r} (--prompt gives another)")
     rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
-    if rows and not any(is_conversation(row.values) for row in rows):
+    if rows and layout.question is None and not any(is_conversation(row.values) for row in rows):
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
         if (text := text_of_sounds(rows)) is not None:
             click.echo(

@@ -20,10 +20,8 @@ from energon_bridge.models.conversations.questions import (
     chosen,
     filled,
     first_answer,
-    is_held_out,
     is_unanswered,
     options_of,
-    split_column,
     texts_of,
 )
 from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
@@ -42,6 +40,7 @@ from energon_bridge.models.conversations.turns import (
     typed_turns,
     with_turns,
 )
+from energon_bridge.models.conversations.withheld import fault_of_split, fault_of_verdict
 from energon_bridge.tools.convert.rows import (
     RAW,
     Blob,
@@ -422,17 +421,14 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
     row = by_options(row, layout)
-    _check_split(row, layout)
-    _check_verdict(row, layout)
+    _check_withheld(row, layout)
     if layout.sample_type == "MultiChoiceVQASample":
         return with_choice(row, layout)
     try:
         if not layout.is_crude:
             if has_preferences(row.values, tags_only=True):
                 read_turns(row.values)  # says so
-            kinds = Counter(medium_by_name(f"x.{one.extension}") for of in row.files.values() for one in _several(of))
-            if entry_segments(row.values, kinds) is not None:  # type: ignore[arg-type]
-                raise SampleError(f"has a segment of its file, which a {layout.sample_type} is not cut to")
+            check_cut(row, layout)
             return row
         turns = read_turns(row.values)
         if turns is None:
@@ -453,44 +449,30 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
         there = Counter(_medium(name, one) for name, of in files.items() for one in _several(of))
         check_places(turns, there)
-        entry_segments(row.values, there)
+        entry_segments(row.values, there, _extensions(row))
     except SampleError as error:
         raise SourceError(f"{error}. {_REMEDY}") from error
     return replace(row, files=files)
 
 
-def held_out_by(row: Row) -> tuple[str, bool] | None:
-    """Return the column by which a row says whether it is held out, and what it says; None: it says nothing."""
-    column = split_column(row.values)
-    held_out = None if column is None else is_held_out(column, row.values[column])
-    return None if column is None or held_out is None else (column, held_out)
+def check_cut(row: Row, layout: Layout) -> None:
+    """Raise SampleError if a row of a type of sample that is never cut names a part of its file."""
+    kinds = Counter(medium_by_name(f"x.{one.extension}") for of in row.files.values() for one in _several(of))
+    if entry_segments(row.values, kinds, _extensions(row)) is not None:  # type: ignore[arg-type]
+        raise SampleError(f"has a segment of its file, which a {layout.sample_type} is not cut to")
 
 
-def _check_split(row: Row, layout: Layout) -> None:
-    """Raise SourceError for a row that says that it is held out among rows that are not, or the reverse."""
-    if layout.held_out is None or (said := held_out_by(row)) is None or said[0] in layout.fields.values():
-        return
-    if said[1] is not layout.held_out:
-        others = "held out" if layout.held_out else "to be learned"
-        raise SourceError(
-            f"`{said[0]}` is {row.values[said[0]]!r}, and other rows are {others}. Write the rows of each "
-            f"split into a list or table of their own; or take all rows alike, with --ignore {said[0]}."
-        )
+def _extensions(row: Row) -> set[str]:
+    return {one.extension for of in row.files.values() for one in _several(of)}
 
 
-_VERDICTS = ("answer", "status", "state", "verdict", "review")
-_REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
-
-
-def _check_verdict(row: Row, layout: Layout) -> None:
-    """Raise SourceError for a row that was rejected where it was annotated, as in Prodigy and Argilla."""
-    taken = (*(find_pair(row.values) or ()), *(access.partition("[")[0] for access in layout.fields.values()))
-    for name in _VERDICTS:
-        if name not in taken and (said := row.values.get(name)) and str(said).strip().lower() in _REJECTED:
-            raise SourceError(
-                f"`{name}` is {said!r}: the sample was rejected by those who annotated it. To take all alike, --ignore "
-                f"{name}."
-            )
+def _check_withheld(row: Row, layout: Layout) -> None:
+    """Raise SourceError for a row that is held out, or was rejected, by a column that is no field of the layout."""
+    fields = {access.partition("[")[0] for access in layout.fields.values()}
+    beside = {name: value for name, value in row.values.items() if name not in fields}
+    fault = fault_of_split(beside, layout.held_out) or fault_of_verdict(beside, find_pair(row.values) or ())
+    if fault is not None:
+        raise SourceError(fault)
 
 
 def _several(contents: Content | tuple[Content, ...]) -> tuple[Content, ...]:

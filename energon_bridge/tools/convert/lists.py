@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.core.errors import SampleError, SourceError
+from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.documents import UTF16, utf16_remedy
 from energon_bridge.core.format.media import BASE64, kind_by_name
 from energon_bridge.models.conversations.parts import medium_by_name, natural_order
@@ -35,6 +35,7 @@ from energon_bridge.models.conversations.questions import (
     options_of,
     short_text,
     template_columns,
+    texts_in,
     texts_of,
     unknown_texts,
 )
@@ -51,12 +52,12 @@ from energon_bridge.models.conversations.turns import (
     has_preferences,
     not_in_turns,
 )
+from energon_bridge.models.conversations.withheld import accepted
 from energon_bridge.tools.convert.conversations import (
     as_files,
     as_source,
     conversation_row,
     file_columns,
-    held_out_by,
     is_conversation,
     known_form,
     learnable,
@@ -411,8 +412,11 @@ class CocoSource:
                     remedy = "Download the images, and write the name of its file to each."
                 raise SourceError(f"{path}: not COCO captions: entry 0 of `{name}`: {some[0]}. {remedy}")
         captions: dict[Any, list[str]] = {}
+        rejected = 0
         for one in (one for one, fault in zip(annotations, notes, strict=True) if not fault):
-            captions.setdefault(str(one["image_id"]), []).append(one["caption"])
+            of_image = captions.setdefault(str(one["image_id"]), [])
+            of_image += [one["caption"]] if accepted([one]) else []
+            rejected += not accepted([one])
         listed = [
             (None, f"{path}, entry {number} of `images`: {fault}.") if fault else (one["id"], one["file_name"])
             for number, (one, fault) in enumerate(zip(images, faults, strict=True))
@@ -426,6 +430,8 @@ class CocoSource:
                 self._files[str(image)].append(name)
         if again := len(listed) - len(self._images):
             self.left_out = (f"{again:,} of {len(listed):,} `images` that list{'s' * (again == 1)} an image again",)
+        if rejected:
+            self.left_out += (f"{rejected:,} of {len(annotations):,} captions that annotators rejected",)
         if orphans := len(captions.keys() - self._files.keys()):
             self.left_out += (f"captions of {orphans:,} image{'s' * (orphans > 1)} that `images` does not list",)
         wrong = ((number, fault) for number, fault in enumerate(notes) if fault)
@@ -448,14 +454,18 @@ class CocoSource:
                 )
             values = {"image_id": image, "file_name": name, "captions": self._captions.get(str(image), [])}
             if not values["captions"]:
-                raise SourceError("no captions.")
+                is_rejected = str(image) in self._captions
+                raise SourceError(f"no captions{' but those that annotators rejected' * is_rejected}.")
             key = _stem_key(name, self._media)
             if self._taken[key] > 1:
                 key += f"-{image}"
             return Row(where=where, values=values, files={"image": media_file(name, self._media)}, key=key)
 
     def sample(self, number: int, layout: Layout) -> RowSample:
-        """Return a sample to be read."""
+        """Return a sample to be read; raises SkipSample for one whose captions are all rejected."""
+        image, _ = self._images[number]
+        if image is not None and self._captions.get(str(image)) == []:
+            raise SkipSample(f"{self.where}, image {image}: all its captions were rejected by annotators")
         return lay_out(self.row(number), layout, number)
 
     def propose(self) -> Layout:
@@ -596,12 +606,6 @@ def _ask(texts: Sequence[Any]) -> bool:
     return 2 * sum(isinstance(text, str) and text.rstrip().endswith("?") for text in texts) > len(texts)
 
 
-def first_held_out(rows: Sequence[Row]) -> bool | None:
-    """Return whether all first rows say that they are held out; None: none says of which split it is."""
-    said = [one for row in rows if (one := held_out_by(row)) is not None]
-    return all(held_out for _, held_out in said) if said else None
-
-
 def answers_of(rows: Sequence[Row]) -> AnswersAs | None:
     """Return how answers to choices are given, judging by the first rows; None: no one way fits all of them."""
     entries = []
@@ -618,11 +622,15 @@ _INTO_TURNS = "Write it into its turn, or leave the column out: energon convert 
 
 
 def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
-    """Raise SourceError if questions of the first rows have texts beside them that may belong to them.
+    """Raise SourceError if questions or labels of the first rows have texts beside them that may belong to them.
 
     `remedy` says how to leave a column out, with COLUMN for its name.
     """
-    if layout.question is not None or not (layout.is_crude or "context" in layout.fields):
+    if layout.question is not None:
+        return
+    if "label" in layout.fields or "label_name" in layout.fields or "caption" in layout.fields:
+        _check_labels(rows, layout, remedy.replace("\\n{question}", ""))
+    if not (layout.is_crude or "context" in layout.fields):
         return
     _check_order(rows, layout)
     mapped = {access.partition("[")[0] for access in layout.fields.values()}
@@ -652,6 +660,41 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     for name, texts in short.items():
         if len(texts) < 4 or 2 * len({*texts}) > len(texts):  # else it names categories
             raise SourceError(f"{rows[0].where}: {_beside([name], {name: texts[0]}, None, remedy)}")
+
+
+_MAY_BE_JUDGED = ("text", "txt", "title", "prompt", "sentence")
+"""Captions that a label beside them may be about, as of Hateful Memes."""
+_JUDGEMENTS = ("label", "labels", "target", "gold_label")
+
+
+def _check_labels(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
+    """Raise SourceError if labels of the first rows have texts beside them that they may be about, or the reverse.
+
+    A text that is the same wherever its label is describes the class.
+    """
+    mapped = {access.partition("[")[0] for access in layout.fields.values()}
+    values = [{name: one for name, one in row.values.items() if name not in layout.ignored} for row in rows]
+    label = layout.fields.get("label_name", layout.fields.get("label", ""))
+    texts: dict[str, None] = {}
+    if label:
+        for row in values:
+            texts |= dict.fromkeys((*unknown_texts(row, (*KNOWN_BESIDE, *mapped)), *_named_contexts(row)))
+    elif str(layout.fields["caption"]).lower() in _MAY_BE_JUDGED:
+        label = next((name for row in values for name in row if name.lower() in _JUDGEMENTS and name not in mapped), "")
+        texts = dict.fromkeys([layout.fields["caption"]] if label else [])
+    for column in texts:
+        pairs = [(str(row.get(label)), str(row[column])) for row in values if row.get(column)]
+        if len({*pairs}) == len({of for of, _ in pairs}) < len(pairs):
+            continue
+        alone = f" To learn the text as a caption: --ignore {label}." if column in mapped else ""
+        raise SourceError(
+            f"{rows[0].where}: `{label}` may be about the image and the text in `{column}` ({shown(pairs[0][1])}), and "
+            f"only one of the two would be learned. {remedy.replace('COLUMN', column)}{alone}"
+        )
+
+
+def _named_contexts(entry: Mapping[str, Any]) -> list[str]:
+    return [name for name in entry if name.lower() in CONTEXTS and texts_in(entry[name])]
 
 
 def _check_order(rows: Sequence[Row], layout: Layout) -> None:

@@ -63,6 +63,9 @@ class FolderSource:
         self.split_parts: tuple[tuple[str, int], ...] = tuple(parts.items())
         self._depths = {name: depth for name, (_, depth) in placed.items()}
         self._media = media
+        self._stems: dict[str, list[str]] = {}
+        for name in media:
+            self._stems.setdefault(stem_of(name), []).append(name)
         has_texts = any(stem_of(name) in self._texts for name in media)
         self._classes = self._found_classes(as_classes, has_texts)
         self._has_texts = has_texts and not self._classes
@@ -124,6 +127,13 @@ class FolderSource:
         same = [text for text in beside if os.path.splitext(text)[0] == stem] or beside
         if not same:
             raise SourceError(f"{self._root}/{name}: no caption beside it ({Path(stem).name}.txt).")
+        others = (other for other in self._stems[stem_of(name)] if other != name)
+        shared = next((other for other in others if os.path.splitext(other)[0] == stem or same is beside), None)
+        if shared is not None:
+            raise SourceError(
+                f"{self._root}/{name}: {Path(shared).name} has the same caption beside it, so whose it is, or of which "
+                "part (as of a mask), is unknown. Move one of them away, or give each a name and a caption."
+            )
         same.sort(key=lambda text: TEXTS.index(f".{self._found[text]}"))
         if len(same) > 1 and self._found[same[0]] == self._found[same[1]]:
             raise SourceError(f"{self._root}/{name}: has two captions, {same[0]} and {same[1]}. Move one of them away.")

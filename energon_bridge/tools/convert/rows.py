@@ -32,6 +32,7 @@ from energon_bridge.core.errors import (
     DatasetNotFoundError,
     FieldMapError,
     ShardMissingError,
+    SkipSample,
     SourceError,
 )
 from energon_bridge.core.format.field_map import FieldMap, describe_fields, parse_access
@@ -337,7 +338,10 @@ def _part_name(column: str, rest: str, bare: bool) -> str:
 
 
 def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
-    """Make a sample of a row; raises SourceError if a column is missing or does not fit."""
+    """Make a sample of a row; raises SourceError if a column is missing or does not fit.
+
+    Raises SkipSample if all answers in a list are rejected.
+    """
     crude = not layout.fields
     wanted = Counter(access.partition("[")[0] for access in layout.fields.values())
     parts: list[tuple[str, Content]] = []
@@ -362,6 +366,8 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
         value = _value_at(row, layout, name, access)
         declared = _declared(layout.sample_type)[name][1]
         fitted = _fitted(value, declared)
+        if fitted == [] and value:
+            raise SkipSample(f"{row.where}: all in `{access}` were rejected by annotators")
         if not _fits(fitted, declared):
             raise SourceError(
                 f"{row.where}: `{access}` is {shown(value)}, but the field `{name}` is {declared}. Fix it, or name "

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from energon_bridge.core.errors import SourceError
-from energon_bridge.models.conversations.questions import says_held_out as says_held_out
+from energon_bridge.models.conversations.withheld import says_held_out as says_held_out
 
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),

@@ -21,7 +21,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -36,6 +36,7 @@ from energon_bridge.core.errors import (
     FieldMapError,
     MetadataError,
     ShardMissingError,
+    SkipSample,
     SourceError,
     StorageError,
     UnknownArgumentError,
@@ -49,8 +50,8 @@ from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.samples import sample_type_by_name
 from energon_bridge.core.storage import OpenFiles, Store, open_store
 from energon_bridge.core.storage.forks import PerProcess
-from energon_bridge.models.conversations.questions import is_held_out, split_column
-from energon_bridge.models.conversations.turns import CONVERSATIONS
+from energon_bridge.models.conversations.turns import CONVERSATIONS, find_pair
+from energon_bridge.models.conversations.withheld import is_held_out, is_rejecting, may_reject, split_columns
 from energon_bridge.tools.convert.arrow import (
     ArrowSource,
     is_saved,
@@ -61,7 +62,7 @@ from energon_bridge.tools.convert.arrow import (
     saved_files,
     saved_names,
 )
-from energon_bridge.tools.convert.conversations import by_options
+from energon_bridge.tools.convert.conversations import as_source, by_options, check_cut
 from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant, check_whole
 from energon_bridge.tools.convert.row_groups import (
     TAIL_BYTES,
@@ -196,6 +197,9 @@ def open_tables(
         check_whole(rows, f"learn the texts alone: {meant}")
         layout = replace(source.propose(), answers_as=answers_of(rows))
         check_beside(rows, layout, _LEFT_OUT)
+        for row in () if layout.is_crude else rows:
+            with located(row.where), as_source():
+                check_cut(row, layout)
     layout = replace(layout, in_place=True)
     check_layout(layout)
     columns = _column_names(groups)
@@ -204,8 +208,7 @@ def open_tables(
     questions = [layout.answers_as] * (layout.answers_as is not None)
     content = json.dumps([_VERSION, "table", names, counts, sizes, [*chosen, *questions]], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
-    if "" in known and not layout.is_crude:  # those are named when they are cooked
-        _name_splits(columns, [group for of_file in groups for group in of_file], here)
+    withheld = _withheld(here, columns, groups, wanted, has_splits="" not in known)
     release_tables()  # that were looked at
     return TableDataset(
         path=here,
@@ -220,6 +223,7 @@ def open_tables(
         num_samples=sum(counts),
         layout=layout,
         seen_ends=tuple(_seen_end(store, of_file) for of_file in groups),
+        withheld=withheld,
         fields=layout.fields,
         columns=columns,
         wanted=tuple(name for name in columns if name in wanted),
@@ -228,23 +232,81 @@ def open_tables(
     )
 
 
-def _name_splits(columns: Sequence[str], groups: Sequence[Group], here: str) -> None:
-    """Warn if rows say that they are of several splits, by the first and the last of their groups."""
-    column = split_column(columns)
-    if column is None or column not in groups[0].columns:
-        return
-    seen: set[Any] = set()
-    for group in {id(one): one for one in (groups[0], groups[-1])}.values():
-        is_parquet = group.path.endswith(".parquet")
-        table = read_row_groups([group], (column,)) if is_parquet else table_of(group)[0]
-        seen.update(value for value in table.column(column).to_pylist() if is_held_out(column, value) is not None)
-    if len({is_held_out(column, value) for value in seen}) > 1:
-        _logger.warning(
-            "%s: the column `%s` says that rows are of several splits (%s), and all are taken, unless a filter leaves "
-            'them out, such as filter="%s == %r"',
-            *(here, column, ", ".join(sorted(map(str, seen))[:5]), column),
-            next(value for value in sorted(seen, reverse=True) if not is_held_out(column, value)),
-        )
+def _withheld(
+    here: str, columns: Sequence[str], files: Sequence[Sequence[Group]], wanted: Collection[str], *, has_splits: bool
+) -> dict[str, str]:
+    """Return the columns that say that some rows are held out or rejected, each with the complaint about it."""
+    taken = {*wanted, *(find_pair(dict.fromkeys(columns, "text")) or ())}
+    faults: dict[str, str] = {}
+    for column in () if has_splits else split_columns(columns):
+        values = {} if column in taken else _seen_values(files, column)
+        said = {value: is_held_out(column, name) for value, name in values.items()}
+        if {True, False} <= {*said.values()}:
+            shown = ", ".join(sorted(str(name) for name in values.values())[:5])
+            learned = next(value for value in sorted(said, key=str, reverse=True) if said[value] is False)
+            faults[column] = _unfiltered(here, column, f"is of several splits ({shown})", f"== {learned!r}")
+            break
+    for column in filter(may_reject, columns):
+        values = {} if column in taken else _seen_values(files, column)
+        if rejected := [value for value, name in values.items() if is_rejecting(column, name)]:
+            rule = f"!= {rejected[0]!r}" if len(rejected) == 1 else f"not in {rejected!r}"
+            faults[column] = _unfiltered(here, column, f"rejects rows ({values[rejected[0]]})", rule)
+    return faults
+
+
+def _unfiltered(here: str, column: str, what: str, rule: str) -> str:
+    name = column if column.isidentifier() else f"`{column}`"
+    return (
+        f"{here}: the column `{column}` {what}, and all rows would be taken. Say which, by a filter that names the "
+        f'column: filter="{name} {rule}" takes those to be learned, filter="{name} == {name}" all.'
+    )
+
+
+def _seen_values(files: Sequence[Sequence[Group]], column: str) -> dict[Any, Any]:
+    """Return the values of a column, each with its name if it is a label; of texts that are no names, nothing.
+
+    All groups of local files are looked at; of parquet files behind URLs some, of arrow files there the first and last.
+    """
+    groups = [group for of_file in files for group in of_file if group.num_rows]
+    if groups[0].store is not None:
+        most = 2 if groups[0].span[1] else _FAR_GROUPS
+        groups = [groups[at] for at in sorted({*np.linspace(0, len(groups) - 1, most, dtype=int).tolist()})]
+    names = dict(groups[0].labels).get(column, ())
+    seen: dict[Any, Any] = {}
+    for some in _read_together(groups):
+        if column not in some[0].columns:
+            continue
+        if some[0].path.endswith(".parquet"):
+            table = read_row_groups(some, (column,))
+        else:
+            table = read_group(some[0], (column,)) if some[0].store is not None else table_of(some[0])[0]
+        chunks = table.column(column)
+        kind = str(getattr(chunks.type, "value_type", chunks.type))
+        first = chunks.slice(0, 100).to_pylist()
+        if not kind.startswith(_NAMES) or any(isinstance(one, str) and len(one) > _LONGEST_NAME for one in first):
+            return {}
+        for value in (chunks.cast("string") if kind == "string_view" else chunks).unique().to_pylist():
+            seen[value] = names[value] if isinstance(value, int) and 0 <= value < len(names) else value
+    return seen
+
+
+_FAR_GROUPS = 16
+_LONGEST_NAME = 60
+_NAMES = ("bool", "int", "uint", "string", "large_string")
+_ROWS_AT_ONCE = 1 << 20
+
+
+def _read_together(groups: Sequence[Group]) -> Iterator[list[Group]]:
+    """Yield groups of one file, of about a million rows at once; arrow files one by one."""
+    some: list[Group] = []
+    for group in groups:
+        is_next = some and some[0].path == group.path and group.path.endswith(".parquet")
+        if some and (not is_next or sum(one.num_rows for one in some) > _ROWS_AT_ONCE):
+            yield some
+            some = []
+        some.append(group)
+    if some:
+        yield some
 
 
 def table_parts(path: str | os.PathLike[str]) -> list[str]:
@@ -419,7 +481,7 @@ class TableRows:
             row = row_of(values, where, self._media, dataset.media_columns, group.labels)
             sample = lay_out(by_options(row, dataset.layout), dataset.layout, number)
             parts, fields = sample.read()
-        except SourceError as error:
+        except (SourceError, SkipSample) as error:
             return error
         return ForeignRow(sample.key, {name: memoryview(data) for name, data in parts}, fields)
 

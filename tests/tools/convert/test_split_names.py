@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 from sources import convert, converted, members, meta, refused
 
-from energon_bridge import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.core.errors import SourceError, UnknownSplitError
-from energon_bridge.models.conversations.cooker import COOKERS
 from energon_bridge.tools.convert.rows import LOOKED_AT
 from energon_bridge.tools.convert.splits import split_files
 from energon_bridge.tools.convert.table_dataset import table_parts
@@ -294,33 +293,6 @@ def test_files_that_are_split_by_their_names_may_say_so_in_a_column(tmp_path: Pa
     source = tmp_path / "other.json"
     source.write_text(json.dumps([talk(0, subset="math"), talk(1, split="train", set="contest")]))
     assert "train: 2 samples" in convert(source, tmp_path / "two", "--split-ratio", "1,0,0")
-
-
-@pytest.mark.parametrize("form", ["texts", "conversations"])
-@pytest.mark.parametrize(
-    ("column", "splits"), [("split", ["train", "train", "test"]), ("is_test", [False, False, True])]
-)
-def test_tables_whose_rows_are_of_several_splits_are_named(
-    column: str, splits: list[Any], form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [talk(number, **{column: split}) for number, split in enumerate(splits)]
-    texts = arrow.table({"text": ["a", "b", "c"], column: splits})
-    table = arrow.Table.from_pylist(rows) if form == "conversations" else texts
-    path = tmp_path / f"{form}.parquet"
-    parquet.write_table(table, path)
-    config = WorkerConfig(num_workers=0)
-    encoder = Conversations() if form == "conversations" else None
-    settings: dict[str, Any] = {"split_part": "train", "batch_size": None, "worker_config": config}
-    settings |= {"task_encoder": encoder} if encoder else {}
-    assert len(list(get_loader(get_val_dataset(path, **settings)))) == 3
-    assert caplog.text.count("several splits") == 1
-    wanted = f"{column} == {splits[0]!r}"
-    assert f'filter="{wanted}"' in caplog.text
-    assert len(list(get_loader(get_val_dataset(path, filter=wanted, **settings)))) == 2
-
-
-class Conversations(DefaultTaskEncoder[Any, Any, Any, Any]):
-    cookers = COOKERS
 
 
 # Tables that are more than their files --------------------------------------------------------------------------------

@@ -1,0 +1,131 @@
+"""Samples that are not to be learned, as columns beside them say: held out for tests, or rejected by annotators.
+
+    split, subset, phase, …: test, minival, …; is_test: true    held out, where other rows are not
+    is_rejected, is_precanned, deleted, …: true                 rejected: VizWiz, OpenAssistant
+    is_valid, review_result, …: false
+    answer, status, state, verdict, review: reject, …           Prodigy, Argilla
+    quality: bad
+
+Either is an error that names the column. Tables are looked at as a whole when they are opened
+(`tools/convert/table_dataset.py`); of lists and tars, each sample is compared with the first of its file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+# Held out -------------------------------------------------------------------------------------------------------------
+
+_SPLITS = (
+    *("split", "splits", "data_split", "dataset_split", "split_name", "split_type", "origin_split", "subset"),
+    *("partition", "partition_name", "set", "set_name", "usage", "phase", "fold"),
+)
+_FLAGS = re.compile(
+    r"(?:is|for|in)_(train|training|test|testing|val|validation|eval|evaluation|dev|held_?out)(?:_set)?"
+)
+_TRUTH = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
+
+
+def split_columns(columns: Iterable[str]) -> list[str]:
+    """Return the columns that may say of which split each row is: names (`split`), and flags (`is_test`)."""
+    lower = {column.lower(): column for column in columns}
+    return [lower[name] for name in (*_SPLITS, *filter(_FLAGS.fullmatch, lower)) if name in lower]
+
+
+def is_held_out(column: str, value: Any) -> bool | None:
+    """Return whether a row is held out, as its value in one of `split_columns` says; None: that says nothing."""
+    flag = _FLAGS.fullmatch(column.lower())
+    if flag is None:
+        return says_held_out(value) if isinstance(value, str) else None
+    is_set = _truth(value)
+    return None if is_set is None else is_set is not flag[1].startswith("train")
+
+
+def says_held_out(name: object) -> bool:
+    """Whether a path or another text says, in whatever spelling, that something is for validation or tests."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
+    return _HELD_OUT.search(words) is not None
+
+
+_HELD_OUT = re.compile(
+    r"(?<![a-z])((mini|dev)?(test|eval|evaluation|evaluate|val|valid|validation|validate|dev)"
+    r"(s|set|data|split|ing|dev|mini|std)?|held[-_ ]?out|holdout)(?![a-z])"
+)
+
+
+def held_out_by(entry: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """Return the column by which an entry says whether it is held out, and what it says; None: it says nothing."""
+    said = ((column, is_held_out(column, entry[column])) for column in split_columns(entry))
+    return next(((column, held_out) for column, held_out in said if held_out is not None), None)
+
+
+def first_held_out(entries: Iterable[Mapping[str, Any]]) -> bool | None:
+    """Return whether all first entries say that they are held out; None: none says of which split it is."""
+    said = [one[1] for entry in entries if (one := held_out_by(entry)) is not None]
+    return all(said) if said else None
+
+
+def fault_of_split(entry: Mapping[str, Any], held_out: bool | None) -> str | None:
+    """Return the complaint about an entry that says that it is held out among others that are not, or the reverse."""
+    said = None if held_out is None else held_out_by(entry)
+    if said is None or said[1] is held_out:
+        return None
+    others = "held out" if held_out else "to be learned"
+    return (
+        f"`{said[0]}` is {entry[said[0]]!r}, and other rows are {others}. Write the rows of each split into a list or "
+        f"table of their own; or take all rows alike, with --ignore {said[0]} (energon convert)."
+    )
+
+
+# Rejected -------------------------------------------------------------------------------------------------------------
+
+_VERDICTS = ("answer", "status", "state", "verdict", "review")
+_REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
+_QUALITY = ("bad", "unusable", "rejected", "garbage", "spam")
+_IF_SET = re.compile(r"(?:is_)?(?:rejected|deleted|discarded|removed|precanned|unusable)|discard|is_invalid")
+_IF_NOT_SET = ("is_valid", "is_usable", "usable", "review_result")
+
+
+def is_rejecting(column: str, value: Any) -> bool:
+    """Return whether a value of a column says that annotators rejected the sample."""
+    name = column.lower()
+    if name in _VERDICTS or name.endswith("quality"):
+        known = _REJECTED if name in _VERDICTS else _QUALITY
+        return isinstance(value, str) and value.strip().lower() in known
+    if name == "answer_confidence":  # of VQAv2, VizWiz
+        return value == "no"
+    is_set = _truth(value)
+    return (is_set is True and _IF_SET.fullmatch(name) is not None) or (is_set is False and name in _IF_NOT_SET)
+
+
+def may_reject(column: str) -> bool:
+    """Return whether a column may say that samples are rejected."""
+    name = column.lower()
+    return (
+        name in (*_VERDICTS, *_IF_NOT_SET, "answer_confidence")
+        or name.endswith("quality")
+        or _IF_SET.fullmatch(name) is not None
+    )
+
+
+def fault_of_verdict(entry: Mapping[str, Any], taken: Collection[str]) -> str | None:
+    """Return the complaint about an entry that was rejected where it was annotated; `taken` columns are no verdicts."""
+    name = next((name for name, value in entry.items() if name not in taken and is_rejecting(name, value)), None)
+    if name is None:
+        return None
+    other = " (or is it one of the validation set?)" if name.lower() == "is_valid" else ""
+    return (
+        f"`{name}` is {entry[name]!r}: the sample was rejected by those who annotated it{other}. To take all alike, "
+        f"--ignore {name} (energon convert)."
+    )
+
+
+def accepted(ones: Sequence[Any], taken: Collection[str] = ("answer",)) -> list[Any]:
+    """Return the captions or answers of several annotators that none of them marked as rejected."""
+    return [one for one in ones if not isinstance(one, Mapping) or fault_of_verdict(one, taken) is None]
+
+
+def _truth(value: Any) -> bool | None:
+    return _TRUTH.get(str(value).strip().lower())

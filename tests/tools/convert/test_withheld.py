@@ -1,0 +1,249 @@
+"""Rows that their own columns hold out or reject: never learned in silence, wherever they stand, through each door."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import energon, output_of
+from delivered import delivered
+from object_server import serving
+from sources import convert, members, picture, refused, write_pictures
+from tar_builder import write_tar
+
+from energon_bridge.core.errors import UnknownSplitError
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+ALL = ("--split-ratio", "1,0,0")
+IMAGE = {"bytes": picture(0), "path": "0.jpg"}
+
+
+def talk(number: int, **beside: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
+    return {"messages": turns, **beside}
+
+
+def table(path: Path, rows: Any, group: int = 1) -> Path:
+    rows = arrow.Table.from_pylist(rows) if isinstance(rows, list) else rows
+    if path.suffix == ".parquet":
+        parquet.write_table(rows, path, row_group_size=group)
+    else:
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, rows.schema) as out:
+            out.write_table(rows)
+    return path
+
+
+def learned(path: Path, **settings: Any) -> list[Any]:
+    """Return the samples of a pass, each once: where some are left out, it has others again, masked."""
+    return list({one.__key__: one for one in delivered(path, **settings)}.values())
+
+
+def remedies(error: BaseException | str) -> list[str]:
+    """Return the filters that a message names."""
+    return [piece.partition('"')[0] for piece in str(error).split('filter="')[1:]]
+
+
+# Held out -------------------------------------------------------------------------------------------------------------
+
+COLUMNS: list[tuple[str, list[Any], int]] = [
+    ("split", ["train", "train", "test", "train"], 2),
+    ("Phase", ["train", "minival", "train", "train"], 1),
+    ("subset", ["math", "math", "test_a", "math"], 2),
+    ("is_test", [False, False, True, False], 2),
+    ("in_train", [1, 1, 0, 1], 2),
+    ("split_name", ["train", None, "dev", "train"], 2),
+]
+"""A column, its values, and which row is held out."""
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("form", ["texts", "conversations"])
+@pytest.mark.parametrize(("column", "values", "held_out"), COLUMNS)
+def test_tables_with_rows_of_several_splits_ask_which(
+    column: str, values: list[Any], held_out: int, form: str, suffix: str, tmp_path: Path
+) -> None:
+    """The row is in the middle, in a row group of its own; each remedy that the message names is followed."""
+    texts = [{"text": f"t{number}", column: value} for number, value in enumerate(values)]
+    rows = [talk(n, **{column: value}) for n, value in enumerate(values)] if form == "conversations" else texts
+    path = table(tmp_path / f"rows{suffix}", rows)
+    for part in ("train", "val"):
+        with pytest.raises(UnknownSplitError, match=f"the column `{column}` is of several splits") as told:
+            delivered(path, part)
+    chosen, every = remedies(told.value)
+    there = [number for number, value in enumerate(values) if value is not None]
+    wanted = [number for number in there if number != held_out]
+    assert [int(one.__key__) for one in delivered(path, filter=chosen)] == wanted
+    assert [int(one.__key__) for one in delivered(path, filter=every)] == there
+
+
+def test_labels_of_splits_have_names(tmp_path: Path) -> None:
+    """A ClassLabel of the `datasets` library is a number, and its names are in the metadata."""
+    feature = {"_type": "ClassLabel", "names": ["train", "test"]}
+    features = {"info": {"features": {"text": {"dtype": "string", "_type": "Value"}, "split": feature}}}
+    rows = arrow.table({"text": ["a", "b", "c"], "split": [0, 1, 0]})
+    path = table(tmp_path / "rows.parquet", rows.replace_schema_metadata({"huggingface": json.dumps(features)}))
+    with pytest.raises(UnknownSplitError, match=r"several splits \(test, train\)") as told:
+        delivered(path)
+    assert [one.text for one in delivered(path, filter=remedies(told.value)[0])] == ["a", "c"]
+
+
+@pytest.mark.parametrize("splits", [["test", "test"], ["train", "extra"], [None, None], ["a long text " * 9, "test"]])
+def test_tables_that_say_nothing_of_several_splits_are_taken(splits: list[Any], tmp_path: Path) -> None:
+    rows = arrow.table({"text": ["a", "b"], "split": arrow.array(splits, arrow.string())})
+    assert [one.text for one in delivered(table(tmp_path / "rows.parquet", rows))] == ["a", "b"]
+
+
+def test_files_that_are_split_by_their_names_ask_nothing(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        table(tmp_path / f"{split}.parquet", [{"text": split, "split": name} for name in (split, "test", "train")])
+    assert [one.text for one in delivered(tmp_path, "test")] == ["test"] * 3
+
+
+def test_tables_behind_urls_are_looked_at_too(tmp_path: Path) -> None:
+    rows = [{"text": f"t{number}", "split": "test" if number == 5 else "train"} for number in range(9)]
+    table(tmp_path / "rows.parquet", rows)
+    with serving(tmp_path) as server, pytest.raises(UnknownSplitError, match=r"several splits \(test, train\)"):
+        delivered(f"{server.url}/rows.parquet")
+
+
+def test_lint_names_them(tmp_path: Path) -> None:
+    path = table(
+        tmp_path / "rows.parquet", [talk(number, split=split) for number, split in enumerate(("train", "dev"))]
+    )
+    assert "Warning: " + str(path) + ": the column `split` is of several splits" in output_of("lint", path)
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
+        f"    path: {path}\n    filter: split == 'train'\n"
+    )
+    assert "several splits" not in output_of("lint", mix)
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(talk(n, split="test" if n == 30 else "train")) + "\n" for n in range(40)))
+    assert "key '30', part 'json': SampleError: `split` is 'test', and other rows" in energon("lint", lines).output
+
+
+@pytest.mark.parametrize("door", ["jsonl", "tars"])
+def test_lists_and_tars_leave_out_rows_of_tests_by_name(
+    door: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Row 30 is held out, the 17th and later ones are not looked at before."""
+    rows = [talk(number, is_test=number == 30) for number in range(40)]
+    path = tmp_path / "rows.jsonl"
+    if door == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path = tmp_path / "tars"
+        write_tar(path / "a.tar", [(f"{n:03d}.json", json.dumps(row).encode()) for n, row in enumerate(rows)])
+        output_of("prepare", path, *ALL, "--sample-type", "CrudeWebdataset", "--non-interactive", "--no-progress")
+    assert [one.messages[0]["content"] for one in learned(path)] == [f"q{n}" for n in range(40) if n != 30]
+    assert caplog.text.count("`is_test` is True, and other rows are to be learned") == 1
+    path = tmp_path / "test.jsonl"
+    path.write_text("".join(json.dumps({**row, "is_test": True}) + "\n" for row in rows))
+    assert len(delivered(path)) == 40
+
+
+# Rejected -------------------------------------------------------------------------------------------------------------
+
+MARKS: list[tuple[str, Any, Any]] = [
+    ("is_rejected", False, True),
+    ("is_precanned", 0, 1),
+    ("deleted", False, True),
+    ("is_valid", True, False),
+    ("review_result", True, False),
+    ("quality", "good", "bad"),
+    ("status", "submitted", "discarded"),
+]
+
+
+@pytest.mark.parametrize(("column", "good", "bad"), MARKS)
+def test_rows_that_are_marked_are_not_learned(
+    column: str, good: Any, bad: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marks = [good, bad, good]
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(talk(n, **{column: mark})) + "\n" for n, mark in enumerate(marks)))
+    assert [one.messages[0]["content"] for one in learned(lines)] == ["q0", "q2"]
+    assert f"`{column}` is {bad!r}: the sample was rejected" in caplog.text
+    assert f"line 2: `{column}` is {bad!r}" in refused(lines, tmp_path / "out", *ALL)
+    convert(lines, tmp_path / "all", *ALL, "--ignore", column)
+    assert len(delivered(tmp_path / "all")) == 3
+    convert(lines, tmp_path / "skip", *ALL, "--on-error", "skip")
+    assert [one.messages[0]["content"] for one in learned(tmp_path / "skip")] == ["q0", "q2"]
+    captions = [{"image": IMAGE, "caption": f"c{n}", column: mark} for n, mark in enumerate(marks)]
+    for rows in (captions, [talk(n, **{column: mark}) for n, mark in enumerate(marks)]):
+        path = table(tmp_path / "rows.parquet", rows)
+        with pytest.raises(UnknownSplitError, match=f"`{column}` rejects rows") as told:
+            delivered(path)
+        chosen, every = remedies(told.value)
+        assert [int(one.__key__) for one in delivered(path, filter=chosen)] == [0, 2]
+        assert len(delivered(path, filter=every)) == 3
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"valid": False},
+        {"rejected": None},
+        {"quality": "low"},
+        {"image_quality": 3},
+        {"deleted": "no"},
+        {"status": "ok"},
+    ],
+)
+def test_other_marks_say_nothing(beside: dict[str, Any], tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text(json.dumps(talk(0, **beside)) + "\n")
+    assert len(delivered(lines)) == 1
+    assert len(delivered(table(tmp_path / "rows.parquet", [talk(0, **beside)]))) == 1
+
+
+def test_captions_that_annotators_rejected(tmp_path: Path) -> None:
+    """VizWiz' captions: the first that is not marked is taken; an image without one is left out and counted."""
+    write_pictures(tmp_path, ["a.png", "b.png", "c.png"])
+    notes = [
+        ("a", "Quality issues are too severe to recognize visual content.", True, False),
+        ("a", "A red mug.", False, False),
+        ("b", "spam", False, True),
+        ("c", "A dog.", False, False),
+        ("c", "no", False, True),
+    ]
+    annotations = [
+        {"image_id": image, "caption": text, "is_precanned": precanned, "is_rejected": is_rejected}
+        for image, text, precanned, is_rejected in notes
+    ]
+    images = [{"id": name, "file_name": f"{name}.png"} for name in "abc"]
+    (tmp_path / "captions.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    said = convert(tmp_path / "captions.json", tmp_path / "out", *ALL)
+    assert "Left out: 3 of 5 captions that annotators rejected" in said
+    assert "Skipped 1 sample:" in said
+    assert [one.caption for one in delivered(tmp_path / "out")] == ["A red mug.", "A dog."]
+    kept = [json.loads(data)["captions"] for name, data in members(tmp_path / "out").items() if name.endswith("json")]
+    assert kept == [["A red mug."], ["A dog."]]
+
+
+@pytest.mark.parametrize("door", ["pairs", "images"])
+def test_answers_without_confidence(door: str, tmp_path: Path) -> None:
+    """VQAv2 and VizWiz: what most of those say that are sure of it; nothing, if nobody is."""
+    sure = [("blue", "no"), ("blue", "no"), ("red", "yes"), ("green", "maybe"), ("red", "maybe")]
+    unsure = [("blue", "no")]
+    rows = [
+        {
+            **({"image": IMAGE} if door == "images" else {}),
+            "question": "What colour?",
+            "answers": [{"answer": text, "answer_confidence": confidence} for text, confidence in said],
+        }
+        for said in (sure, unsure)
+    ]
+    path = table(tmp_path / "rows.parquet", rows)
+    said = convert(path, tmp_path / "out", *ALL)
+    assert "Skipped 1 sample:" in said
+    for source in (path, tmp_path / "out"):
+        (sample,) = learned(source)
+        answer = sample.messages[1]["content"] if door == "pairs" else sample.answers[0]
+        assert answer == "red"
+    if door == "images":
+        assert "blue" not in sample.answers
