@@ -186,6 +186,13 @@ class DataConfig:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def opening(self) -> dict[str, Any]:
+        """The arguments with which the data is opened, only to look at it."""
+        names = ("dataset_config", "split_config", "filter")
+        chosen = {name: one for name, one in self.settings.items() if name in names}
+        return {"trust_remote_code": self.trust_remote_code, **chosen}
+
+    @property
     def packs(self) -> bool:
         """Whether samples are packed."""
         return self.packing_buffer_size is not None and self.max_tokens_per_microbatch is None

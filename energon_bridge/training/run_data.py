@@ -56,7 +56,7 @@ def opened_data(config: RunConfig) -> Iterator[DatasetSpec]:
 def load_inputs(config: RunConfig, model_dir: Path, *, validates: bool = False) -> ModelBundle:
     """Check the data and load the model, so that one error reports the problems of both."""
     wrong: list[str] = []
-    opened = _opening(config.data)
+    opened = {"batch_size": 1, **config.data.opening}
     try:
         _error_policy(config.data)
         get_train_dataset(config.data.path, **opened)
@@ -112,16 +112,9 @@ def build_data_module(
     )
 
 
-def _opening(data: DataConfig) -> dict[str, Any]:
-    """Return the arguments with which the data is opened, only to look at it."""
-    names = {name: one for name, one in data.settings.items() if name in ("dataset_config", "split_config")}
-    return {"batch_size": 1, "trust_remote_code": data.trust_remote_code, **names}
-
-
 def _sample_types(data: DataConfig) -> set[type]:
-    return {
-        getattr(leaf.dataset, "sample_type", object) for leaf in get_train_dataset(data.path, **_opening(data)).leaves
-    }
+    opened = get_train_dataset(data.path, batch_size=1, **data.opening)
+    return {getattr(leaf.dataset, "sample_type", object) for leaf in opened.leaves}
 
 
 def _error_policy(data: DataConfig) -> ErrorPolicy:
@@ -165,7 +158,7 @@ def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:
         raise ConfigurationError(
             f"feedback.reference={settings.reference}: expected a JSON object of losses by path of the dataset: {error}"
         ) from error
-    mix = get_train_dataset(config.data.path, batch_size=1, trust_remote_code=config.data.trust_remote_code)
+    mix = get_train_dataset(config.data.path, batch_size=1, **config.data.opening)
     if mix.mode != "weights":
         raise ConfigurationError(
             f"feedback.reference={settings.reference}: {config.data.path} is not a mix with weights (blend)"

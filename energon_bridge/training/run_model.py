@@ -31,7 +31,7 @@ def write_model_of_run(config: RunConfig, folder: Path) -> None:
     """Write the model of a run into a folder if the configuration names a preset."""
     if config.model.name_or_path is None:
         captions: Callable[[], Iterable[str]] = lambda: dataset_captions(  # noqa: E731
-            config.data.path, limit=config.model.tokenizer_samples, trust_remote_code=config.data.trust_remote_code
+            config.data.path, limit=config.model.tokenizer_samples, **config.data.opening
         )
         write_preset(config.model, folder, captions)
 
@@ -83,8 +83,11 @@ class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
         return [text for texts in samples for text in texts]
 
 
-def dataset_captions(path: str, *, limit: int, split_part: str = "train", trust_remote_code: bool = False) -> list[str]:
-    """Return the texts of up to `limit` samples, in split order: captions, questions, answers, documents."""
+def dataset_captions(path: str, *, limit: int, split_part: str = "train", **opening: Any) -> list[str]:
+    """Return the texts of up to `limit` samples, in split order: captions, questions, answers, documents.
+
+    `opening` are other arguments of `get_val_dataset`.
+    """
     batch_size = 64
     dataset = get_val_dataset(
         path,
@@ -93,7 +96,7 @@ def dataset_captions(path: str, *, limit: int, split_part: str = "train", trust_
         batch_size=batch_size,
         limit=-(-limit // batch_size),
         task_encoder=_TextOnly(),
-        trust_remote_code=trust_remote_code,
+        **opening,
     )
     return [text for texts in get_loader(dataset) for text in texts]
 

@@ -18,29 +18,29 @@ from typing import Any
 
 # Held out -------------------------------------------------------------------------------------------------------------
 
-_SPLITS = (
-    *("split", "splits", "data_split", "dataset_split", "split_name", "split_type", "origin_split", "subset"),
-    *("partition", "partition_name", "set", "set_name", "usage", "phase", "fold"),
+_SPLITS = re.compile(
+    r"(.*_)?splits?(_.*)?|(sub|data)?sets?(_name|_type)?|ds_type|partition(_name)?|usage|phase|fold|train_(or_|val_)?test"
 )
 _FLAGS = re.compile(
-    r"(?:is|for|in)_(train|training|test|testing|val|validation|eval|evaluation|dev|held_?out)(?:_set)?"
+    r"(?:is|for|in)_(train|training|test|testing|val|validation|eval|evaluation|dev|held_?out)(?:_set)?|held_?out|holdout"
 )
 _TRUTH = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 
 
 def split_columns(columns: Iterable[str]) -> list[str]:
     """Return the columns that may say of which split each row is: names (`split`), and flags (`is_test`)."""
-    lower = {column.lower(): column for column in columns}
-    return [lower[name] for name in (*_SPLITS, *filter(_FLAGS.fullmatch, lower)) if name in lower]
+    lower = {column.lower().replace(" ", "_").replace("-", "_"): column for column in columns}
+    named = sorted(filter(_SPLITS.fullmatch, lower), key=lambda name: "split" not in name)
+    return [lower[name] for name in (*named, *filter(_FLAGS.fullmatch, lower))]
 
 
 def is_held_out(column: str, value: Any) -> bool | None:
     """Return whether a row is held out, as its value in one of `split_columns` says; None: that says nothing."""
-    flag = _FLAGS.fullmatch(column.lower())
+    flag = _FLAGS.fullmatch(column.lower().replace(" ", "_").replace("-", "_"))
     if flag is None:
         return says_held_out(value) if isinstance(value, str) else None
     is_set = _truth(value)
-    return None if is_set is None else is_set is not flag[1].startswith("train")
+    return None if is_set is None else is_set is not (flag[1] or "").startswith("train")
 
 
 def says_held_out(name: object) -> bool:

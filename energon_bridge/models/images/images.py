@@ -27,6 +27,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -383,6 +384,8 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
         if form.target is not None and image.format == "JPEG" and can_scale(data):
             height, width = form.target[::-1] if orientation in ON_ITS_SIDE else form.target
             opened.draft(None, (width, height))
+        if image.format in _SEVERAL and _is_news("several", part) and _has_several(data):
+            _say("several", part)
         image.load()  # only now does an ICNS image know whether it has alpha
         if orientation != 1:
             image = ImageOps.exif_transpose(image)
@@ -448,6 +451,7 @@ _NEWS = {
     "turned": "are turned by their EXIF or XMP orientation, which is not applied; viewers apply it, and so does "
     "transformers to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, "
     "ChatConfig or MultiModalTaskEncoder (data.autorotate=true in the training script)",
+    "several": "have several pages or frames, of which the first is taken. Write the others as images, or as a video",
     "wide": "have values of 16 or 32 bits, which Pillow clips to 0 to 255, so most pixels become white or black. Scale "
     "them to 8 bits before training, or, for PNGs, decode with image_backend='torchcodec', which scales them",
 }
@@ -463,6 +467,15 @@ def _say(what: str, part: str) -> None:
     if _is_news(what, part):
         _warned.add((what, part.rpartition(".")[2]))
         logger.warning("images in part %r %s", part, _NEWS[what])
+
+
+_SEVERAL = ("TIFF", "GIF", "WEBP", "PNG")
+
+
+def _has_several(data: bytes | bytearray | memoryview) -> bool:
+    with suppress(Exception), Image.open(io.BytesIO(data), formats=_SEVERAL) as image:  # damaged behind the first
+        return getattr(image, "n_frames", 1) > 1
+    return False
 
 
 def _orientation(image: Image.Image) -> int:

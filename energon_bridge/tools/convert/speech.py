@@ -241,8 +241,9 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 def _segment(rest: str, recordings: Mapping[str, str]) -> dict[str, Any]:
     """Return where a segment lies; what is wrong with it is said when its row is read."""
-    recording, *times = rest.split()[:3]
+    recording, *times = rest.split()[:4]
     place = {_FILE: recordings.get(recording, f"{recording} is not in wav.scp"), "offset": times[0] if times else "?"}
+    place |= {"channel": times[2]} if len(times) > 2 else {}
     with suppress(ValueError, IndexError):
         begin = float(times[0])
         end = float(times[1])

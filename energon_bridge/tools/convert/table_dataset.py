@@ -243,22 +243,28 @@ def _withheld(
         said = {value: is_held_out(column, name) for value, name in values.items()}
         if {True, False} <= {*said.values()}:
             shown = ", ".join(sorted(str(name) for name in values.values())[:5])
-            learned = next(value for value in sorted(said, key=str, reverse=True) if said[value] is False)
-            faults[column] = _unfiltered(here, column, f"is of several splits ({shown})", f"== {learned!r}")
+            held_out, learned = ([value for value in values if said[value] is one] for one in (True, False))
+            rule = f"== {learned[0]!r}" if len(learned) == 1 else _none_of(held_out)
+            faults[column] = _unfiltered(here, column, f"says that rows are of several splits ({shown})", rule)
             break
     for column in filter(may_reject, columns):
         values = {} if column in taken else _seen_values(files, column)
         if rejected := [value for value, name in values.items() if is_rejecting(column, name)]:
-            rule = f"!= {rejected[0]!r}" if len(rejected) == 1 else f"not in {rejected!r}"
-            faults[column] = _unfiltered(here, column, f"rejects rows ({values[rejected[0]]})", rule)
+            what = f"says that annotators rejected rows ({values[rejected[0]]})"
+            faults[column] = _unfiltered(here, column, what, _none_of(rejected))
     return faults
+
+
+def _none_of(values: Sequence[Any]) -> str:
+    return f"!= {values[0]!r}" if len(values) == 1 else f"not in {[*values]!r}"
 
 
 def _unfiltered(here: str, column: str, what: str, rule: str) -> str:
     name = column if column.isidentifier() else f"`{column}`"
     return (
         f"{here}: the column `{column}` {what}, and all rows would be taken. Say which, by a filter that names the "
-        f'column: filter="{name} {rule}" takes those to be learned, filter="{name} == {name}" all.'
+        f'column (in a mix, `filter:` beside the path): filter="{name} {rule}" takes those to be learned, '
+        f'filter="{name} == {name}" all.'
     )
 
 

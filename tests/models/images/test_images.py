@@ -177,6 +177,18 @@ def test_values_that_pillow_cuts_are_said_once(kind, file_format, caplog):
     images_module._warned.clear()
 
 
+@pytest.mark.parametrize("file_format", ["TIFF", "GIF", "WEBP", "PNG"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_first_of_several_pages_is_taken_and_said_once(file_format, count, caplog):
+    images_module._warned.clear()
+    pages = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")[:count]]
+    data = encoded(pages[0], file_format, save_all=True, append_images=pages[1:])
+    for _ in range(2):
+        np.testing.assert_array_equal(decode(data, "rgb8"), pillow(data, "RGB"))
+    assert ["have several pages or frames" in message for message in caplog.messages] == [True] * (count - 1)
+    images_module._warned.clear()
+
+
 def xmp_of(orientation: int, form: str = '<x tiff:Orientation="{}"/>') -> bytes:
     return form.format(orientation).encode()
 

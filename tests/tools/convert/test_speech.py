@@ -212,6 +212,14 @@ def test_kaldi_folders_of_splits_and_without_segments(tmp_path: Path) -> None:
     assert len(delivered(tmp_path / "out", "train")) == 3
 
 
+def test_a_channel_of_a_recording_is_refused(tmp_path: Path) -> None:
+    kaldi(tmp_path / "data", segments=True)
+    (tmp_path / "data/segments").write_text("utt1 rec1 0.5 1.75 0\nutt2 rec1 2.00 -1 1\n")
+    told = refusal_of("convert", tmp_path / "data", tmp_path / "out", "--no-progress", "--num-workers", 1)
+    assert "`channel` is 1, which seems to be a channel of the audio" in told
+    assert "2 samples" in convert(tmp_path / "data", tmp_path / "out", "--ignore", "channel")
+
+
 def test_what_kaldi_cannot_give_is_named(tmp_path: Path) -> None:
     kaldi(tmp_path / "data", segments=True)
     (tmp_path / "data/wav.scp").write_text("rec1 flac -c -d rec1.flac |\nrec2 wav/rec2.wav\n")

@@ -14,6 +14,8 @@ from sources import convert, members, picture, refused, write_pictures
 from tar_builder import write_tar
 
 from energon_bridge.core.errors import UnknownSplitError
+from energon_bridge.training.config import DataConfig
+from energon_bridge.training.run_model import dataset_captions
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -56,6 +58,9 @@ COLUMNS: list[tuple[str, list[Any], int]] = [
     ("is_test", [False, False, True, False], 2),
     ("in_train", [1, 1, 0, 1], 2),
     ("split_name", ["train", None, "dev", "train"], 2),
+    ("Karpathy split", ["train", "restval", "test", "train"], 2),
+    ("train_test", ["Train", "Train", "Test", "Train"], 2),
+    ("held_out", [False, False, True, False], 2),
 ]
 """A column, its values, and which row is held out."""
 
@@ -71,7 +76,9 @@ def test_tables_with_rows_of_several_splits_ask_which(
     rows = [talk(n, **{column: value}) for n, value in enumerate(values)] if form == "conversations" else texts
     path = table(tmp_path / f"rows{suffix}", rows)
     for part in ("train", "val"):
-        with pytest.raises(UnknownSplitError, match=f"the column `{column}` is of several splits") as told:
+        with pytest.raises(
+            UnknownSplitError, match=f"the column `{column}` says that rows are of several splits"
+        ) as told:
             delivered(path, part)
     chosen, every = remedies(told.value)
     there = [number for number, value in enumerate(values) if value is not None]
@@ -114,7 +121,9 @@ def test_lint_names_them(tmp_path: Path) -> None:
     path = table(
         tmp_path / "rows.parquet", [talk(number, split=split) for number, split in enumerate(("train", "dev"))]
     )
-    assert "Warning: " + str(path) + ": the column `split` is of several splits" in output_of("lint", path)
+    assert "Warning: " + str(path) + ": the column `split` says that rows are of several splits" in output_of(
+        "lint", path
+    )
     mix = tmp_path / "mix.yaml"
     mix.write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
@@ -124,6 +133,13 @@ def test_lint_names_them(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
     lines.write_text("".join(json.dumps(talk(n, split="test" if n == 30 else "train")) + "\n" for n in range(40)))
     assert "key '30', part 'json': SampleError: `split` is 'test', and other rows" in energon("lint", lines).output
+
+
+def test_the_training_script_opens_them_by_its_filter(tmp_path: Path) -> None:
+    """`data.filter` reaches what is opened beside the loaders, too: the texts of which a tokenizer is made."""
+    rows = [{"question": f"q{n}", "answer": f"a{n}", "split": "test" if n == 1 else "train"} for n in range(3)]
+    data = DataConfig(path=str(table(tmp_path / "rows.parquet", rows)), settings={"filter": "split == 'train'"})
+    assert dataset_captions(data.path, limit=9, **data.opening) == ["q0", "a0", "q2", "a2"]
 
 
 @pytest.mark.parametrize("door", ["jsonl", "tars"])
@@ -176,7 +192,7 @@ def test_rows_that_are_marked_are_not_learned(
     captions = [{"image": IMAGE, "caption": f"c{n}", column: mark} for n, mark in enumerate(marks)]
     for rows in (captions, [talk(n, **{column: mark}) for n, mark in enumerate(marks)]):
         path = table(tmp_path / "rows.parquet", rows)
-        with pytest.raises(UnknownSplitError, match=f"`{column}` rejects rows") as told:
+        with pytest.raises(UnknownSplitError, match=f"`{column}` says that annotators rejected rows") as told:
             delivered(path)
         chosen, every = remedies(told.value)
         assert [int(one.__key__) for one in delivered(path, filter=chosen)] == [0, 2]
