@@ -43,6 +43,9 @@ class WorkerConfig:
         worker_engine: What workers are: a "process" of this machine, or "ray", an actor on a Ray cluster. Default: what
             the environment variable ENERGON_WORKER_ENGINE says, else "process".
         ray_options: Of the actors, by name; see "CPU nodes" among the guides.
+        serves: For a process that is no data-parallel rank, but works for some, as an encoder on a grid of its own does
+            (`make_roles`): how many, from `rank` on. In each step it gets their microbatches, one after the other. It
+            talks to no other process, and its state is theirs.
     """
 
     rank: int | None = None
@@ -63,6 +66,7 @@ class WorkerConfig:
     start_method: Literal["fork", "forkserver", "spawn"] = "fork"
     worker_engine: str | None = None
     ray_options: dict[str, Any] | None = None
+    serves: int | None = None
 
     def __post_init__(self) -> None:
         rank, world_size = _rank_and_size(self.data_parallel_group)
@@ -76,10 +80,14 @@ class WorkerConfig:
         if not 0 <= self.dp_rank < self.dp_size:
             raise ConfigurationError(f"WorkerConfig: rank {self.rank} is not in range({self.world_size})")
         minima = {"num_workers": 0, "prefetch_factor": 1, "buffer_bytes": 0, "max_worker_restarts": 0}
-        optional = {"num_lanes": 1, "decode_threads": 1, "microbatches_per_global_batch": 1}
+        optional = {"num_lanes": 1, "decode_threads": 1, "microbatches_per_global_batch": 1, "serves": 1}
         for name, least in (minima | optional).items():
             number = check_number(f"WorkerConfig: {name}", getattr(self, name), least, optional=name in optional)
             object.__setattr__(self, name, number)
+        if self.dp_rank + self.in_a_row > self.dp_size:
+            raise ConfigurationError(
+                f"WorkerConfig: serves={self.serves} ranks from rank {self.rank} on, but there are {self.world_size}"
+            )
         check_choice("WorkerConfig: start_method", self.start_method, ("fork", "forkserver", "spawn"))
         named = self.worker_engine or os.environ.get("ENERGON_WORKER_ENGINE") or "process"
         where = "worker_engine" if self.worker_engine else "the environment variable ENERGON_WORKER_ENGINE"
@@ -109,6 +117,11 @@ class WorkerConfig:
     def processes(self) -> int:
         """The processes that make the microbatches of this rank."""
         return max(1, self.num_workers)
+
+    @property
+    def in_a_row(self) -> int:
+        """Microbatches of a step that this process gets."""
+        return self.serves or 1
 
     @property
     def run_seed(self) -> int:

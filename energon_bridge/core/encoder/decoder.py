@@ -51,7 +51,7 @@ AV_FORMS = ("AVDecoder", "pyav", "torch")
 class ImageCodec(Protocol):
     """What decodes images; the registry has it (`decoder`, `image`), and it is asked for at the first image."""
 
-    DeferredImage: Callable[[bytes, Any, str], Any]
+    DeferredImage: Callable[[bytes | ByteRange, Any, str], Any]
 
     def image_form(
         self, name: str, target: int | tuple[int, int] | None, *, max_pixels: int | None, backend: str, autorotate: bool
@@ -88,7 +88,8 @@ class SampleDecoder:
 
     `image_decode` is one of IMAGE_FORMS, or None to leave images as the bytes of their files; `av_decode` is one of
     AV_FORMS; with `guess_content` an image is known by its first bytes, whatever its part is called; with
-    `defer_images` it is a `DeferredImage`, decoded when it is needed.
+    `defer_images` it is a `DeferredImage`, decoded when it is needed; with `unread_media` besides, media stay in
+    storage until then, and of their files only what tells their sizes is read.
     Videos and sound are an `AVDecoder`, decoded when and where it is asked; `torch` decodes all of it at once into an
     `AVData` (the sound of videos with `video_decode_audio`), and `pyav` opens it for the user to read and to close.
     `image_backend` says what decodes images: `auto`, the fastest for a format, with Pillow's pixels; or `torchcodec`.
@@ -116,6 +117,7 @@ class SampleDecoder:
     video_decode_audio: bool = False
     guess_content: bool = False
     defer_images: bool = False
+    unread_media: bool = False
     image_target: int | tuple[int, int] | None = None
     image_backend: Literal["auto", "torchcodec"] = "auto"
     autorotate: bool = False
@@ -129,7 +131,9 @@ class SampleDecoder:
     @property
     def unread_from(self) -> int | None:
         """Return the size in bytes from which a sample is not read until its parts are needed; None: read all."""
-        return _UNREAD_FROM if self.av_decode == "AVDecoder" and not self.takes_samples else None
+        if self.av_decode != "AVDecoder" or self.takes_samples:
+            return None
+        return 0 if self.unread_media else _UNREAD_FROM
 
     @property
     def turns_images(self) -> bool | None:
@@ -143,7 +147,10 @@ class SampleDecoder:
 
     def keeps_unread(self, part_name: str) -> bool:
         """Return whether a part is decoded straight from storage, without being read first."""
-        return self.unread_from is not None and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
+        if self.unread_from is None:
+            return False
+        kind = part_name.rpartition(".")[2].lower()
+        return kind in AV_EXTENSIONS or (self.unread_media and kind in IMAGE_EXTENSIONS)
 
     def with_alpha(self, alpha: str) -> Self:
         """Return this decoder with another rule for transparency in forms without alpha."""
@@ -176,6 +183,8 @@ class SampleDecoder:
             limit = check_number(f"SampleDecoder: {name}", getattr(self, name), 1, optional=True)
             object.__setattr__(self, name, limit)
         chosen = (self.image_decode, self.image_target, self.image_backend)
+        if self.unread_media and not (self.defer_images and self.av_decode == "AVDecoder"):
+            raise ConfigurationError("SampleDecoder: unread_media needs defer_images=True and av_decode='AVDecoder'")
         if self.image_decode is not None and chosen != _DEFAULT_IMAGES:
             # What was chosen is checked now; the default needs no codec before the first image.
             object.__setattr__(self, "_known_form", self._make_form())
@@ -211,7 +220,10 @@ class SampleDecoder:
         """
         if isinstance(data, ByteRange):
             if self.keeps_unread(part_name):
-                return self._av(data, part_name)
+                if not _kind_of(part_name).is_image:
+                    return self._av(data, part_name)
+                if self._form is not None:
+                    return _images().DeferredImage(data, self._form, part_name)
             raw: bytes | bytearray | memoryview = data.read()
         else:
             raw = data

@@ -278,7 +278,7 @@ class Delivery:
         if config.worker_engine != "process":
             workers = load("workers", str(config.worker_engine))
             engine, pool = workers(config, self.watchdog, finite=self.spec.ends)
-        return pool(
+        made = pool(
             self,
             config.num_workers,
             engine=engine,
@@ -286,6 +286,8 @@ class Delivery:
             watchdog=self.watchdog,
             where=f"rank {config.dp_rank}",
         )
+        made.bars = not getattr(self.spec.settings.task_encoder, "runs_elsewhere", False)
+        return made
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         position = self.position.for_worker()

@@ -244,6 +244,7 @@ class WorkerPool:
         self._due: Iterator[tuple[int, int]] = iter(())
         self._next: tuple[int, int] | None = None  # of those, where it was looked at
         self._barred: frozenset[tuple[int, int]] = frozenset()
+        self.bars = True
         # Of each worker, since it last sent a microbatch:
         self._deaths = [0] * number
         self._suspects = [Counter[tuple[int, int]]() for _ in range(number)]
@@ -483,6 +484,11 @@ class WorkerPool:
         logger.warning("%s died%s; restarting it from the last delivered batch, no sample is lost", what, during)
         guilty = {sample for sample in samples if self._suspects[number][sample] >= _DEATHS_OF_A_SAMPLE}
         if guilty - self._barred:
+            if not self.bars:
+                raise WorkerDiedError(
+                    f"{what} died {_DEATHS_OF_A_SAMPLE} times in a row{during}. Other processes have this sample, too, "
+                    "and must leave out the same ones: take it out of the data (exclude in split.yaml)"
+                )
             self._barred |= guilty
             logger.error(
                 "%s killed its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE

@@ -67,6 +67,8 @@ class Position(ABC):
         self.plan = plan
         self._rank = plan.config.dp_rank
         self._ranks = plan.config.dp_size
+        self._in_a_row = plan.config.in_a_row
+        self.turn = 0  # of these microbatches of the step, those delivered
         self.ownership = Ownership(plan.num_lanes, self._ranks, 0)
         self.microbatches = 0
         self.epoch = 0
@@ -109,12 +111,12 @@ class Position(ABC):
         """Return the microbatches that the run delivers in the next step."""
 
     @property
-    def own_lanes(self) -> range:
+    def own_lanes(self) -> Sequence[int]:
         """The lanes of this rank; a finite stream has none."""
         return self._lanes_of(self.ownership)
 
     @abstractmethod
-    def _lanes_of(self, ownership: Ownership) -> range:
+    def _lanes_of(self, ownership: Ownership) -> Sequence[int]:
         """Return the lanes whose states this rank needs to continue."""
 
     @abstractmethod
@@ -126,7 +128,10 @@ class Position(ABC):
         """Go to the beginning of a step."""
 
     def advance(self) -> None:
-        """Move on by one step."""
+        """Move on by one microbatch of this rank: to the next step, after its last one."""
+        self.turn = (self.turn + 1) % self._in_a_row
+        if self.turn:
+            return
         self.microbatches += self._step()
         self.epoch_steps += self.plan.data.settings.virtual_epoch_length is not None
 
@@ -182,6 +187,7 @@ class Position(ABC):
         step = check_number("start_at", step, 0)
         virtual = self.plan.data.settings.virtual_epoch_length
         self.epoch_steps = step % virtual if virtual else 0
+        self.turn = 0
         self.counts = Counts()
         if self.out is not None:
             self.out.clear()
@@ -305,6 +311,7 @@ class Position(ABC):
         self.out = out
         self._bans = bans
         self.microbatches = microbatches
+        self.turn = 0
         self.epoch = saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank may carry those of several.
@@ -373,7 +380,9 @@ class EndlessRun(Position):
     by_lane = True
 
     def units(self, began: int) -> Iterator[tuple[int, int]]:
-        return lane_units(self.ownership, self._rank, self.microbatches, self.plan.config.processes)
+        processes = self.plan.config.processes
+        given = {"ranks": self._in_a_row, "turn": self.turn}
+        return lane_units(self.ownership, self._rank, self.microbatches, processes, **given)
 
     def _stream(self, pipeline: Pipeline) -> Stream:
         worker = pipeline.settings.worker
@@ -394,8 +403,13 @@ class EndlessRun(Position):
     def _step(self) -> int:
         return self._ranks if self.ownership.even else self.ownership.step_size(self.microbatches)
 
-    def _lanes_of(self, ownership: Ownership) -> range:
-        return ownership.lanes_of(self._rank)
+    def _lanes_of(self, ownership: Ownership) -> Sequence[int]:
+        if self._in_a_row > 1 and not ownership.even:
+            raise ConfigurationError(
+                f"serves={self._in_a_row}: {self._ranks} ranks do not divide the {ownership.num_lanes} lanes of the "
+                f"run, so some have no microbatch in some steps: take {ownership.nearest_even_world_size()} ranks"
+            )
+        return ownership.lanes_of(self._rank, self._in_a_row)
 
     def _delivered(self) -> frozenset[int]:
         leaves = range(len(self.plan.leaves))
@@ -497,8 +511,9 @@ class FinitePass(Position):
     def units(self, began: int) -> Iterator[tuple[int, int]]:
         workers = self.plan.config.processes
         steps = range(self.microbatches, self.end, self._ranks)
-        turn = (self.microbatches - began) // self._ranks
-        return ((unit, (number + turn) % workers) for unit, number in step_units(steps, self._rank, workers))
+        gone = (self.microbatches - began) // self._ranks * self._in_a_row
+        units = step_units(steps, self._rank, workers, ranks=self._in_a_row, turn=self.turn)
+        return ((unit, (number + gone) % workers) for unit, number in units)
 
     def _stream(self, pipeline: Pipeline) -> Stream:
         listing = self.listing
@@ -521,7 +536,7 @@ class FinitePass(Position):
     def rewind(self) -> None:
         """Go to the beginning of the stream or of its next pass."""
         self.epoch += self.plan.data.shuffled
-        self.microbatches = self.epoch_steps = 0
+        self.microbatches = self.epoch_steps = self.turn = 0
 
     def _lanes_of(self, ownership: Ownership) -> range:
         return range(0)

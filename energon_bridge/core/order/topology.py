@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from energon_bridge.core.errors import TooManyRanksError
@@ -69,9 +69,13 @@ class Ownership:
         object.__setattr__(self, "even", self.num_lanes % self.world_size == 0)
         object.__setattr__(self, "offset", self.start % self.world_size if self.even else 0)
 
-    def lanes_of(self, rank: int) -> range:
-        """Return the lanes of a rank, ascending."""
-        return range((rank + self.offset) % self.world_size, self.num_lanes, self.world_size)
+    def lanes_of(self, rank: int, ranks: int = 1) -> Sequence[int]:
+        """Return the lanes of a rank, or of some ranks from it on, ascending."""
+        own = [
+            range((one + self.offset) % self.world_size, self.num_lanes, self.world_size)
+            for one in range(rank, rank + ranks)
+        ]
+        return own[0] if ranks == 1 else sorted(itertools.chain(*own))
 
     def step_size(self, m: int) -> int:
         """Return how many real microbatches the step delivers that starts at microbatch m."""
@@ -114,22 +118,35 @@ def microbatches_before(lane: int, m: int, num_lanes: int) -> int:
     return max(0, -((lane - m) // num_lanes))
 
 
-def lane_units(ownership: Ownership, rank: int, m: int, num_workers: int) -> Iterator[tuple[int, int]]:
-    """Give the lanes that a rank delivers from microbatch m on, without end, each with the number of its worker."""
-    lanes = ownership.lanes_of(rank)
-    lane = None
-    while lane is None:  # in the steps until the rank delivers a real microbatch
-        lane = ownership.lane_in_step(rank, m)
-        m += ownership.step_size(m)
-    units = [(lane, place % num_workers) for place, lane in enumerate(lanes)]
-    first = lanes.index(lane)
-    return itertools.cycle(units[first:] + units[:first])
+def lane_units(
+    ownership: Ownership, rank: int, m: int, num_workers: int, *, ranks: int = 1, turn: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Give the lanes that a rank delivers from microbatch m on, without end, each with the number of its worker.
+
+    Those of `ranks` ranks, from that one on, come in turn; of the step at m, the first `turn` have been delivered.
+    """
+    worker = {lane: place % num_workers for place, lane in enumerate(ownership.lanes_of(rank, ranks))}
+    of_ranks = []
+    for one in range(rank, rank + ranks):
+        lanes = ownership.lanes_of(one)
+        lane = None
+        step = m
+        while lane is None:  # in the steps until the rank delivers a real microbatch
+            lane = ownership.lane_in_step(one, step)
+            step += ownership.step_size(step)
+        first = lanes.index(lane)
+        of_ranks.append([*lanes[first:], *lanes[:first]])
+    units = [(lane, worker[lane]) for step in zip(*of_ranks, strict=True) for lane in step]
+    return itertools.cycle(units[turn:] + units[:turn])
 
 
-def step_units(steps: range, rank: int, num_workers: int) -> Iterator[tuple[int, int]]:
+def step_units(
+    steps: range, rank: int, num_workers: int, *, ranks: int = 1, turn: int = 0
+) -> Iterator[tuple[int, int]]:
     """Give the microbatches of a finite stream that a rank delivers, each with the number of its worker.
 
-    `steps` has the first microbatch of each step.
+    `steps` has the first microbatch of each step; `ranks` and `turn` are those of `lane_units`.
     """
-    for number, first in enumerate(steps):
-        yield first + rank, number % num_workers
+    units = (first + one for first in steps for one in range(rank, rank + ranks))
+    for number, unit in enumerate(itertools.islice(units, turn, None), turn):
+        yield unit, number % num_workers

@@ -347,7 +347,7 @@ def _sections(
 ) -> Iterator[T]:
     """Yield the result for each section of [0, total), in order; ranks that can reach each other share the work."""
     config = pipeline.settings.config
-    shared = config.dp_size > 1 and torch.distributed.is_initialized()
+    shared = config.dp_size > 1 and config.serves is None and torch.distributed.is_initialized()
     ranks, rank = (config.dp_size, config.dp_rank) if shared else (1, 0)
     for first in range(0, total, section * ranks):
         start = first + rank * section

@@ -14,7 +14,6 @@ import numpy as np
 from energon_bridge.core.encoder.cooking import PRIMARY, Cooker, check_call, cook_sample, matching_cooker
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import DecodeError, FatalSampleError, NoCookerError
-from energon_bridge.core.format.checksums import Checksums
 from energon_bridge.core.format.dataset import PreparedDataset, expect_shard
 from energon_bridge.core.format.foreign import ForeignDataset, field_map_of
 from energon_bridge.core.format.join import JoinedDataset
@@ -192,7 +191,8 @@ class LeafSource:
         self.reader: Reader
         self.values: Parser
         if isinstance(dataset, JoinedDataset):
-            self.reader = reader = JoinReader(dataset, tolerant=tolerant, checksums=checksums)
+            unread_from = 0 if getattr(decoder, "unread_media", False) else None
+            self.reader = reader = JoinReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
         elif isinstance(dataset, ForeignDataset):
             self.reader = ForeignReader(dataset, tolerant=tolerant)
@@ -278,9 +278,9 @@ RawRow = tuple[Any, ...]
 class JoinReader:
     """Reads the bytes of rows of a join; safe to use from several threads."""
 
-    def __init__(self, dataset: JoinedDataset, *, tolerant: bool = False, checksums: Checksums = "never") -> None:
+    def __init__(self, dataset: JoinedDataset, **options: Any) -> None:
         self.dataset = dataset
-        self.readers = [LeafReader(part.dataset, tolerant=tolerant, checksums=checksums) for part in dataset.parts]
+        self.readers = [LeafReader(part.dataset, **options) for part in dataset.parts]
 
     @property
     def slow(self) -> bool:

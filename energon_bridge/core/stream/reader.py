@@ -363,7 +363,7 @@ class LeafReader(ShardReader):
 
     def _large(self, sizes: IntArray) -> NDArray[np.bool_]:
         """Return which samples are large enough to be left unread."""
-        if self._unread_from is None or self._in_vain >= _MOST_IN_VAIN:
+        if self._unread_from is None or (self._unread_from and self._in_vain >= _MOST_IN_VAIN):
             return np.zeros(sizes.size, dtype=bool)
         return sizes >= self._unread_from
 

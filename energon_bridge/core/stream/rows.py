@@ -128,7 +128,7 @@ def _bytes_in(value: Any) -> int:
             return _BYTES_OF_NUMBER * len(value)
         return sum(map(_bytes_in, value))
     if isinstance(value, Deferred) and hasattr(value, "data"):  # an image
-        return len(value.data)
+        return len(value.data) if isinstance(value.data, bytes) else 0  # or in storage
     if isinstance(value, Image.Image):
         return value.width * value.height * len(value.getbands())
     return sum(_bytes_in(one) for _, one in field_items(value)) if is_dataclass(value) else 0

@@ -55,6 +55,7 @@ from energon_bridge.core.format.media import (
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import streaming
 from energon_bridge.core.samples.stacking import UNALIGNED, Slab
+from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.images.jpeg import ON_ITS_SIDE, ORIENTATION, can_scale, jpeg_orientation, plain_jpeg
 
 # An image over the limit is an error that names it; Pillow's warning, of the same limit, names nothing.
@@ -506,12 +507,12 @@ class DeferredImage(Deferred):
     """An image that has not been decoded.
 
     Attributes:
-        data: The encoded bytes.
+        data: The encoded bytes, or where they are in storage.
         form: The form of the decoded image.
         part: Name of the part, for errors.
     """
 
-    data: bytes
+    data: bytes | ByteRange
     form: ImageForm
     part: str
 
@@ -522,11 +523,18 @@ class DeferredImage(Deferred):
         Raises:
             DecodeError: The header cannot be read, or has a format or size that `get` refuses.
         """
-        return image_size(self.data, self.form, part=self.part)
+        if not isinstance(self.data, ByteRange):
+            return image_size(self.data, self.form, part=self.part)
+        for head in _HEADS:
+            with suppress(DecodeError):  # as a rule: more of it says more
+                if head < self.data.size and not self.form.autorotate:
+                    return image_size(self.data.read(head), self.form, part=self.part)
+        return image_size(self.data.read(), self.form, part=self.part)
 
     def get(self) -> Any:
-        """Decode and return the pixels; each call decodes again. Raises DecodeError."""
-        return decode_image(self.data, self.form, part=self.part)
+        """Decode and return the pixels; each call decodes again. Raises DecodeError, and StorageError."""
+        data = self.data.read() if isinstance(self.data, ByteRange) else self.data
+        return decode_image(data, self.form, part=self.part)
 
     def decoded(self, memory: np.ndarray | None = None) -> Any:
         """Return the pixels, which take the image's place before `postencode_sample`."""
@@ -541,4 +549,9 @@ class DeferredImage(Deferred):
         return self.get() if DELIVERING.get() else self
 
     def __repr__(self) -> str:
-        return f"DeferredImage({self.part!r}, {len(self.data)} bytes)"
+        size = self.data.size if isinstance(self.data, ByteRange) else len(self.data)
+        return f"DeferredImage({self.part!r}, {size} bytes)"
+
+
+_HEADS = (1 << 10, 1 << 13, 1 << 16)
+"""Bytes at the beginning of an image that are read for its size, one after the other until they tell it."""

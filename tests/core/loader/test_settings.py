@@ -50,7 +50,7 @@ def test_the_data_module_takes_what_the_builders_take() -> None:
     by_position = {"num_workers", "pin_memory", "shuffle_buffer_size", "max_samples_per_sequence"}
     by_position |= {"packing_buffer_size", "task_encoder"}
     not_offered = {"split_part", "batch_size", "worker_config", "rank", "world_size", "start_at"}
-    not_offered |= {"data_parallel_group", "microbatches_per_global_batch"}
+    not_offered |= {"data_parallel_group", "microbatches_per_global_batch", "serves"}
     not_offered |= {"keep_until_done", "repeats"}  # whoever says what is done holds the loader itself
     for takes in (get_train_dataset, get_savable_loader, WorkerConfig):
         theirs = keywords(takes)

@@ -1,0 +1,393 @@
+"""What each role makes of a sample: the language ranks its tokens, the encoder ranks its media.
+
+Both run the same code up to the microbatch of texts: which samples there are, which of them are left out, and how they
+are packed follows from texts and from what the headers of media tell. So all roles agree without a word. Only then does
+an encoder rank decode media, and nothing that happens there can change a row: a medium that does not decode is
+delivered blank, at the size that its header tells, and named; anything else stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from types import GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.encoder.deferred import Deferred
+from energon_bridge.core.encoder.hooks import CONFIG, Hook, is_overridden
+from energon_bridge.core.encoder.task_encoder import AugmentTaskEncoder
+from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError
+from energon_bridge.core.samples import Batch, edataclass
+from energon_bridge.core.storage.forks import PerProcess, Threads
+from energon_bridge.models.conversations.conversation import Kind
+from energon_bridge.models.conversations.sample_encoders import sample_key
+from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, MultiModalSample, join_visual
+from energon_bridge.models.families import ChatTemplateTaskEncoder, ProcessorFamily, VideoFrames
+from energon_bridge.models.families.processor_plans import PROBES
+from energon_bridge.models.families.qwen import DeferredVideo
+from energon_bridge.models.families.sound import DeferredSound, Sound
+from energon_bridge.models.families.video import FramesToDecode, decoded, frames_shape
+from energon_bridge.models.families.vision import PreparedSample, positions_of
+from energon_bridge.models.images.images import DeferredImage
+
+KINDS: Mapping[str, frozenset[Kind]] = {
+    "vision": frozenset(("image", "video")),
+    "audio": frozenset(("audio",)),
+    "media": frozenset(("image", "video", "audio")),
+}
+"""The kinds of media of an encoder, by the name of its grid."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of a batch, and the samples in it with their undecoded media."""
+
+    content: Any
+    samples: tuple[PreparedSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A batch of texts, and its rows."""
+
+    content: Any
+    rows: Sequence[_Row]
+
+
+class LanguageTaskEncoder(AugmentTaskEncoder):
+    """An encoder whose batches have the tokens of media, and not the media: for the ranks of the language model.
+
+    Batches are those of the encoder inside, but for what only the media have: of `visual_inputs`, grids stay
+    (`image_grid_thw`, `video_grid_thw`), and what a model takes with each token. Of media, headers are read.
+
+    Args:
+        task_encoder: A `ChatTemplateTaskEncoder`, or one around it.
+
+    Raises:
+        ConfigurationError: It is another one, which knows the tokens of media only when it has decoded them, or it
+            changes what is made of media.
+    """
+
+    runs_elsewhere = True
+    """What it leaves out, other processes must leave out, too: no sample may be barred in one of them alone."""
+
+    def __init__(self, task_encoder: Any) -> None:
+        super().__init__(task_encoder)
+        chat = task_encoder
+        while not isinstance(chat, ChatTemplateTaskEncoder) and "task_encoder" in getattr(chat, "__dict__", {}):
+            chat = chat.task_encoder
+        name = type(task_encoder).__name__
+        if not isinstance(chat, ChatTemplateTaskEncoder):
+            raise ConfigurationError(
+                f"roles need an encoder that counts the tokens of media by their headers, and {name} is none: take "
+                "ChatTemplateTaskEncoder, or its subclass BridgeTaskEncoder"
+            )
+        for hook in ("postencode_sample", "decoder"):
+            own = getattr(task_encoder, hook)
+            known = getattr(own, "__func__", None) is ChatTemplateTaskEncoder.postencode_sample
+            if not (known if hook == "postencode_sample" else isinstance(own, SampleDecoder) and not own.takes_samples):
+                raise ConfigurationError(
+                    f"roles: {name} has a {hook} of its own, which needs the media that language ranks do not have: do "
+                    "its work in preencode_sample, which sees undecoded media on all ranks"
+                )
+        self.chat = chat
+        family = chat.family
+        self._results: dict[Kind, set[str]] = {}
+        if isinstance(family, ProcessorFamily):  # what its processor returns for each kind
+            kinds = family.plans.writings
+            self._results = {kind: set(family.calls.blank(kind, PROBES[kind][0], before="a ")) for kind in kinds}
+        names = {name for of_kind in self._results.values() for name in of_kind}
+        self._asks = any(name in TOKEN_INPUTS or name.endswith("_grid_thw") for name in names)
+        self._asks |= isinstance(family, ProcessorFamily) and family.own_positions is not None
+        if is_overridden(task_encoder, Hook.GROUP):
+            self.batch_group_criterion = self._group
+
+    @property
+    def decoder(self) -> SampleDecoder:  # type: ignore[override]
+        """The decoder, which leaves media in storage."""
+        return replace(self.task_encoder.decoder, defer_images=True, unread_media=True)
+
+    def preencode_sample(self, sample: Any) -> Any:
+        """Render and tokenise a sample; its media stay undecoded."""
+        made = self.task_encoder.preencode_sample(sample)
+        return (_apart(one) for one in made) if isinstance(made, GeneratorType) else _apart(made)
+
+    def postencode_sample(self, sample: PreparedSample) -> _Row:
+        """Return the sample without media."""
+        visual, positions = self._planned_inputs(sample)
+        types = sample.mm_token_type_ids
+        content = MultiModalSample.derive_from(
+            sample,
+            tokens=sample.tokens,
+            labels=sample.labels,
+            loss_mask=sample.loss_mask,
+            visual=visual,
+            answer=sample.answer,
+            num_images=len(sample.images),
+            mm_token_type_ids=types if positions is not None or self._of_processor else None,
+            mrope_position_ids=positions,
+        )
+        return _Row(content, (sample,))
+
+    def pack_selected_samples(self, samples: Sequence[_Row]) -> _Row:
+        """Join the samples of a pack."""
+        made = self.task_encoder.pack_selected_samples([row.content for row in samples])
+        if isinstance(made, GeneratorType):
+            raise FatalSampleError("roles: pack_selected_samples must return one row for a pack, and not yield several")
+        return _Row(made, tuple(one for row in samples for one in row.samples))
+
+    def batch(self, samples: Sequence[_Row]) -> _Rows:
+        """Collate the texts."""
+        return _Rows(self.task_encoder.batch([row.content for row in samples]), samples)
+
+    def encode_batch(self, batch: _Rows) -> Any:
+        """Return the batch of texts."""
+        made = self.task_encoder.encode_batch(batch.content)
+        if isinstance(made, GeneratorType) or isinstance(batch.content, GeneratorType):
+            raise FatalSampleError("roles: batch and encode_batch must return one batch, and not yield several")
+        return made
+
+    def _group(self, row: _Row) -> Any:
+        return self.task_encoder.batch_group_criterion(row.content)
+
+    @property
+    def _of_processor(self) -> bool:
+        return isinstance(self.chat.family, ProcessorFamily)
+
+    def _planned_inputs(self, sample: PreparedSample) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return what follows of the sizes of media: grids and inputs per token, and positions on three axes."""
+        family = self.chat.family
+        if not isinstance(family, ProcessorFamily):
+            grids = {
+                f"{kind}_grid_thw": torch.tensor(found)
+                for kind in ("image", "video")
+                if (found := [plan.grid for plan in sample.plans if plan.kind == kind and plan.grid is not None])
+            }
+            return grids, positions_of(sample, family)
+        visual: dict[str, Tensor] = {}
+        positions = None
+        if sample.plans and self._asks:  # a processor makes them of blank media, too: they follow from sizes
+            media = (list(map(blank, of_kind)) for of_kind in (sample.images, sample.videos, sample.sounds))
+            made = family.processed(sample, *media)
+            visual = {name: one for name, one in made.items() if name in TOKEN_INPUTS or name.endswith("_grid_thw")}
+            positions = family.positions(sample.tokens, sample.mm_token_type_ids, made)
+        return visual | family.token_inputs(sample), positions
+
+
+@edataclass
+class LaneMedia(Batch):
+    """The media of one microbatch of a language lane, as far as this encoder rank makes them.
+
+    `visual_inputs`: what the model's encoder takes, in the order of rows and tokens. `num_tokens` and `rows`: of each
+    medium, its tokens in the sequence and its row. `input_ids`: the tokens of the whole microbatch, int64 (B, S).
+    `blanks`: what is said of media that are blank since they could not be decoded.
+    """
+
+    visual_inputs: dict[str, Tensor]
+    input_ids: Tensor
+    num_tokens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    blanks: list[str] = field(default_factory=list)
+
+
+class MediaTaskEncoder(LanguageTaskEncoder):
+    """An encoder whose batches have the media of the rows, and their tokens only to count: for ranks of an encoder.
+
+    Args:
+        task_encoder: As of `LanguageTaskEncoder`: the same one.
+        kinds: The kinds of media to make: `image`, `video`, `audio`.
+        part: Which part of the media of a microbatch, of how many: cut in their order, with tokens as level as whole
+            media allow.
+
+    Raises:
+        ConfigurationError: As `LanguageTaskEncoder`.
+    """
+
+    def __init__(self, task_encoder: Any, kinds: frozenset[Kind], part: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(task_encoder)
+        self.kinds = kinds
+        self.part = part
+        self._threads = PerProcess(_threads)
+        own = {name for kind, names in self._results.items() if kind in kinds for name in names}
+        self._foreign = {name for names in self._results.values() for name in names} - own
+        if self.chat.config.video_sound and len({"video", "audio"} & kinds) == 1:
+            raise ConfigurationError(
+                "roles: with video_sound of the ChatConfig, a video and its sound are one medium, which one encoder "
+                "must get: make roles with one grid for both, {'language': …, 'media': …}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_threads": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"_threads": PerProcess(_threads)}
+
+    def encode_batch(self, batch: _Rows) -> LaneMedia:
+        """Make the batch of texts as a language rank does, then the media of this rank's part of it."""
+        text = super().encode_batch(batch)
+        try:
+            return self._with_media(batch.rows, text)
+        except FatalSampleError:
+            raise
+        except Exception as error:
+            raise FatalSampleError(
+                f"the media of a microbatch cannot be made ({type(error).__name__}: {error}), and it cannot be left "
+                "out, since the language ranks have its tokens"
+            ) from error
+
+    def _with_media(self, rows: Sequence[_Row], text: Any) -> LaneMedia:
+        of_row = [(number, sample) for number, row in enumerate(rows) for sample in row.samples]
+        wanted = self._wanted([sample for _, sample in of_row])
+        made, blanks = self._made([sample for _, sample in of_row], wanted)
+        given: Callable[[str], Any] = text.get if isinstance(text, dict) else lambda name: getattr(text, name, None)
+        tokens = given("tokens") if given("input_ids") is None else given("input_ids")
+        found = [
+            (sample.plans[place].tokens, number)
+            for (number, sample), places in zip(of_row, wanted, strict=True)
+            for place in places
+        ]
+        norm = self.chat._norm
+        visual = join_visual(made, [0] * len(made), count=1) if any(made) else {}
+        if norm is not None and any(name.startswith("pixel_values") for name in visual):
+            visual["pixel_norm"] = norm
+        return LaneMedia(
+            __key__=list(given("__key__")),
+            __restore_key__=given("__restore_key__") or (),
+            visual_inputs=visual,
+            input_ids=tokens,
+            num_tokens=[tokens for tokens, _ in found],
+            rows=[row for _, row in found],
+            blanks=blanks,
+        )
+
+    def _wanted(self, samples: Sequence[PreparedSample]) -> list[list[int]]:
+        """Return which media of each sample are in this rank's part, as places among its plans."""
+        own = [[place for place, plan in enumerate(one.plans) if plan.kind in self.kinds] for one in samples]
+        # What is cut is a medium, or, where a processor makes those of a sample together, these.
+        units = [[places] * bool(places) if self._of_processor else [[place] for place in places] for places in own]
+        number, parts = self.part
+        sizes = [
+            sum(one.plans[place].tokens for place in unit)
+            for one, of_one in zip(samples, units, strict=True)
+            for unit in of_one
+        ]
+        mine = iter([part == number for part in cut(sizes, parts)])
+        return [[place for unit in of_one if next(mine) for place in unit] for of_one in units]
+
+    def _made(
+        self, samples: Sequence[PreparedSample], wanted: Sequence[Sequence[int]]
+    ) -> tuple[list[dict[str, Tensor]], list[str]]:
+        """Return the visual inputs of each sample, and what is said of blank media."""
+        given = [self._given(sample, places) for sample, places in zip(samples, wanted, strict=True)]
+        flat = [value for media in given for of_kind in media for value in of_kind]
+        over: Callable[..., Iterator[Any]] = self._threads().map if len(flat) > 1 else map
+        tried = iter(over(_tried, flat))
+        out: list[dict[str, Tensor]] = []
+        blanks: list[str] = []
+        for sample, places, media in zip(samples, wanted, given, strict=True):
+            pairs = [[next(tried) for _ in of_kind] for of_kind in media]
+            failed = [error for of_kind in pairs for _, error in of_kind if error]
+            visual: dict[str, Tensor] = {}
+            if places:
+                try:
+                    visual = self._inputs(sample, places, *([value for value, _ in of_kind] for of_kind in pairs))
+                except SampleError as error:
+                    failed.append(str(error))
+                    visual = self._inputs(sample, places, *(list(map(blank, of_kind)) for of_kind in media))
+            out.append(visual)
+            blanks += [f"sample {sample_key(sample)!r}: {error}" for error in failed]
+        return out, blanks
+
+    def _given(self, sample: PreparedSample, places: Sequence[int]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return the images, videos and sounds of a sample that are to be made, or that a processor must have."""
+        media = list(sample.images), list(sample.videos), list(sample.sounds)
+        if not places:
+            return [], [], []
+        if self._of_processor:
+            kinds: tuple[Kind, Kind, Kind] = ("image", "video", "audio")
+            images, videos, sounds = (
+                of_kind if kind in self.kinds else list(map(blank, of_kind))
+                for kind, of_kind in zip(kinds, media, strict=True)
+            )
+            return images, videos, sounds
+        turn = {"image": iter(media[0]), "video": iter(media[1])}
+        values = [(plan.kind, place in places, next(turn[plan.kind])) for place, plan in enumerate(sample.plans)]
+        images, videos = ([one for kind, own, one in values if own and kind == wanted] for wanted in turn)
+        return images, videos, []
+
+    def _inputs(
+        self, sample: PreparedSample, places: Sequence[int], images: list[Any], videos: list[Any], sounds: list[Any]
+    ) -> dict[str, Tensor]:
+        """Return what the model's encoder takes. Raises SampleError."""
+        family = self.chat.family
+        if isinstance(family, ProcessorFamily):
+            made = family.processed(sample, images, videos, sounds)
+            return {name: one for name, one in made.items() if name not in TOKEN_INPUTS and name not in self._foreign}
+        assert family is not None
+        plans = sorted((sample.plans[place] for place in places), key=lambda plan: plan.kind)
+        return family.process(images, videos, plans)
+
+
+def _threads() -> Threads:
+    config = CONFIG.get()
+    return Threads(1 if config is None else max(1, config.threads), "energon-media")
+
+
+def _apart(sample: PreparedSample) -> PreparedSample:
+    """Return a sample whose media the engine does not decode: it looks into lists."""
+    return replace(sample, images=tuple(sample.images), videos=tuple(sample.videos), sounds=tuple(sample.sounds))  # type: ignore[arg-type]
+
+
+def cut(sizes: Sequence[int], parts: int) -> list[int]:
+    """Return the part of each of some things in order: runs whose sums are as level as their sizes allow.
+
+    A thing belongs to the part in which its middle lies.
+    """
+    total = sum(sizes)
+    ends = accumulate(sizes)
+    return [min(parts - 1, (2 * end - size) * parts // (2 * total)) for size, end in zip(sizes, ends, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Media: decoded, or blank at the size that is known of them.
+
+
+def _tried(value: Any) -> tuple[Any, str]:
+    """Return a medium decoded, or blank with the reason."""
+    try:
+        return _decoded(value), ""
+    except SampleError as error:
+        return blank(value), str(error)
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return value.decoded()
+    if isinstance(value, VideoFrames):
+        return decoded(value)
+    return value.get() if isinstance(value, Sound) else value
+
+
+def blank(value: Any) -> Any:
+    """Return a blank medium of the size of one that is not decoded; nothing of it is read."""
+    if isinstance(value, DeferredImage):
+        width, height = value.size
+        return np.zeros((height, width, 3), np.uint8)
+    if isinstance(value, DeferredVideo):
+        value = value.video
+    if isinstance(value, VideoFrames) and isinstance(value.frames, FramesToDecode):
+        return replace(value, frames=torch.zeros(_shape_of(value.frames), dtype=torch.uint8))
+    if isinstance(value, DeferredSound):
+        value = value.sound
+    return np.zeros(value.length, np.float32) if isinstance(value, Sound) else value
+
+
+def _shape_of(frames: FramesToDecode) -> tuple[int, int, int, int]:
+    count, height, width = frames_shape(frames)
+    return count, 3, height, width

@@ -1,0 +1,358 @@
+"""One plan for several grids: language ranks get tokens, encoder ranks the media of the language ranks that they serve.
+
+    roles = make_roles(grids={"language": language_dp_group, "vision": vision_dp_group})
+    loader = roles.loader(get_train_dataset("data/chats", batch_size=2, task_encoder=encoder))
+    for step in loader:
+        step["language"]  # where this process is a language rank: its microbatch, without media
+        step["vision"]  # where it is a rank of the vision encoder: an EncoderBatch
+
+With D language ranks and E ranks of an encoder, one of them divides the other. Of k = D / E, encoder rank e serves the
+language ranks from e k on, up to the next one's. Where there are more encoder ranks, E / D of them in a row share the
+media of one language rank, cut in their order.
+
+Which samples there are, in which order, packed how, is arithmetic and text, so all ranks know it without a word. The
+state of the run is that of the language ranks; encoder ranks begin where it says, on grids of any size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from energon_bridge.core.datasets import get_savable_loader
+from energon_bridge.core.errors import ConfigurationError, DecodeError, check_number
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.order.topology import Ownership
+from energon_bridge.core.samples import Batch, edataclass
+from energon_bridge.core.worker_config import WorkerConfig, distributed
+from energon_bridge.models.conversations.sequences import join_visual
+from energon_bridge.trainers.replica.groups import gathered
+from energon_bridge.trainers.roles.encoding import KINDS, LaneMedia, LanguageTaskEncoder, MediaTaskEncoder
+
+logger = logging.getLogger(__name__)
+
+LANGUAGE = "language"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """The data-parallel ranks of one module, as a process sees them.
+
+    Args:
+        size: How many there are.
+        rank: That of this process; None: it is none of them.
+        group: Their process group, where there is one.
+    """
+
+    size: int
+    rank: int | None
+    group: Any = None
+
+
+def make_roles(grids: Mapping[str, Any], *, macro: int = 1) -> Roles:
+    """Return what this process loads, where the language model and encoders have data-parallel ranks of their own.
+
+    Examples:
+        >>> roles = make_roles(grids={"language": (0, 4), "vision": (None, 2)})  # language rank 0 of 4
+        >>> roles.names
+        ('language',)
+
+    Args:
+        grids: The data-parallel ranks of `language`, and of one or more encoders: `vision` gets images and videos,
+            `audio` sounds, `media` all of them. Each is a process group, as megatron-core's `grid.get_pg(["dp"])`, or
+            rank and size, `(rank, size)`; a process that is not of a grid passes None or `(None, size)`. If one passes
+            None, all processes must call this, after torch.distributed is initialised.
+        macro: Microbatches whose media an encoder rank gets at once.
+
+    Raises:
+        ConfigurationError: A grid is unknown, missing, or does not fit that of the language model.
+    """
+    if LANGUAGE not in grids or len(grids) < 2 or grids.keys() - KINDS.keys() - {LANGUAGE}:
+        names = ", ".join(repr(name) for name in sorted(grids))
+        raise ConfigurationError(
+            f"make_roles: grids must have 'language' and at least one of {', '.join(sorted(KINDS))}, got {names}"
+        )
+    found = {name: _grid(name, group) for name, group in sorted(grids.items())}
+    if any(grid.size == 0 for grid in found.values()):
+        if distributed() is None:
+            raise ConfigurationError(
+                "make_roles: a process that is not of a grid passes (None, size), or torch.distributed is initialised "
+                "before, so that the other processes can tell the size"
+            )
+        sizes = [max(column) for column in zip(*gathered(tuple(g.size for g in found.values())), strict=True)]
+        found = {name: replace(grid, size=size) for (name, grid), size in zip(found.items(), sizes, strict=True)}
+    kinds = [kind for name in found if name != LANGUAGE for kind in KINDS[name]]
+    if len(kinds) > len(set(kinds)):
+        raise ConfigurationError(f"make_roles: {', '.join(found)} would give some media to two encoders")
+    size = found[LANGUAGE].size
+    for name, grid in found.items():
+        if grid.size < 1 or (size % grid.size and grid.size % size):
+            raise ConfigurationError(
+                f"make_roles: {name} has {grid.size} data-parallel ranks and language {size}: one number must divide "
+                "the other, so that whole ranks serve whole ranks"
+            )
+    return Roles(grids=found, macro=check_number("make_roles: macro", macro, 1))
+
+
+def _grid(name: str, group: Any) -> Grid:
+    if isinstance(group, Grid):
+        return group
+    if isinstance(group, tuple):
+        rank, size = group
+        if rank is not None and not 0 <= rank < size:
+            raise ConfigurationError(f"make_roles: {name} has rank {rank} of {size}")
+        return Grid(size=size, rank=rank)
+    world = distributed()
+    if group is None or (world is not None and group == world.GroupMember.NON_GROUP_MEMBER):
+        return Grid(size=0, rank=None)
+    return Grid(size=int(group.size()), rank=int(group.rank()), group=group)
+
+
+@edataclass
+class EncoderBatch(Batch):
+    """The media that an encoder rank gets at once: of `macro` microbatches of each language rank that it serves.
+
+    The order is: microbatch, language rank, row, token. `visual_inputs`: what the model's encoder takes, such as
+    `pixel_values` and `image_grid_thw`; empty if no row has such media. Lists have an entry for each microbatch of each
+    language rank: `input_ids`, its tokens, int64 (B, S), to count those of media; `num_tokens`, its media's tokens in
+    this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row.
+    """
+
+    visual_inputs: dict[str, Tensor]
+    input_ids: list[Tensor]
+    num_tokens: list[int]
+    num_media: list[int]
+    row_tokens: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roles:
+    """What a process loads; `make_roles` makes it.
+
+    Args:
+        grids: The grids by name.
+        macro: Microbatches whose media an encoder rank gets at once.
+    """
+
+    grids: Mapping[str, Grid]
+    macro: int = 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The grids that this process is of, `language` first."""
+        return tuple(sorted((name for name, grid in self.grids.items() if grid.rank is not None), key=_language_first))
+
+    def served(self, name: str) -> range:
+        """Return the language ranks that this process serves as a rank of an encoder; as a language rank, itself."""
+        grid = self.grids[name]
+        size = self.grids[LANGUAGE].size
+        if grid.rank is None:
+            return range(0)
+        first = grid.rank * size // grid.size
+        return range(first, first + max(1, size // grid.size))
+
+    def part(self, name: str) -> tuple[int, int]:
+        """Return which part of the media of these language ranks it gets, of how many."""
+        grid = self.grids[name]
+        parts = max(1, grid.size // self.grids[LANGUAGE].size)
+        return (grid.rank or 0) % parts, parts
+
+    def worker_config(self, name: str, config: WorkerConfig) -> WorkerConfig:
+        """Return the configuration of this process's loader for a role; the rest is that of `config`."""
+        grid = self.grids[name]
+        served = self.served(name)
+        language = name == LANGUAGE
+        return replace(
+            config,
+            rank=served[0],
+            world_size=self.grids[LANGUAGE].size,
+            data_parallel_group=grid.group if language else None,
+            serves=None if language else len(served),
+        )
+
+    def task_encoder(self, name: str, task_encoder: Any) -> Any:
+        """Return the task encoder for a role. Raises ConfigurationError if the encoder cannot be used for roles."""
+        if name == LANGUAGE:
+            return LanguageTaskEncoder(task_encoder)
+        return MediaTaskEncoder(task_encoder, KINDS[name], self.part(name))
+
+    def loader(self, dataset: DatasetSpec, **options: Any) -> RoleLoader:
+        """Return the loader of this process.
+
+        Args:
+            dataset: From `get_train_dataset` or `get_val_dataset`, the same on all ranks. Of its `WorkerConfig` all
+                counts but ranks and groups, which are those of the grids.
+            options: Those of `get_savable_loader`, such as `on_mismatch`.
+
+        Raises:
+            ConfigurationError: The process is of no grid, or dataset or encoder cannot be used for roles.
+        """
+        policy = dataset.settings.error_policy
+        if policy.damaged_shards == "skip":
+            raise ConfigurationError(
+                "roles: damaged_shards='skip' of the ErrorPolicy would leave out samples on those ranks alone that "
+                "cannot read them, and others would train on parts of them: leave it at 'raise'"
+            )
+        if not self.names:
+            raise ConfigurationError("roles: this process is of none of the grids, so it loads nothing")
+        loaders = {}
+        for name in self.names:
+            config = self.worker_config(name, dataset.worker_config)
+            spec = replace(
+                dataset.with_settings(task_encoder=self.task_encoder(name, dataset.settings.task_encoder)),
+                worker_config=config,
+            )
+            loaders[name] = get_savable_loader(spec, worker_config=config, **options)
+        return RoleLoader(loaders, self)
+
+
+def _language_first(name: str) -> tuple[bool, str]:
+    return name != LANGUAGE, name
+
+
+class RoleLoader:
+    """The loader of one process with its roles: gives a dict in each step, with a batch for each role of the process.
+
+    `language` has a microbatch in every step; encoders have an `EncoderBatch` in the first of `macro` steps.
+
+    Args:
+        loaders: The loader of each role.
+        roles: Those of the process.
+
+    Attributes:
+        blanks: Media that were delivered blank since they could not be decoded.
+    """
+
+    def __init__(self, loaders: Mapping[str, SavableDataLoader], roles: Roles) -> None:
+        self.loaders = loaders
+        self.roles = roles
+        self.blanks = 0
+        self._first: SavableDataLoader = next(iter(loaders.values()))
+        self._steps = 0
+        self._ends: dict[str, bool] = {}
+
+    @property
+    def spec(self) -> DatasetSpec:
+        """The dataset."""
+        return self._first.spec
+
+    @property
+    def config(self) -> WorkerConfig:
+        """Ranks and workers of its first role."""
+        return self._first.config
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which language rank delivers which lane."""
+        return self._first.ownership
+
+    def __len__(self) -> int:
+        """Return the steps of a finite stream, or of an epoch of the data."""
+        return len(self._first)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._steps = 0
+        streams = {name: iter(loader) for name, loader in self.loaders.items()}
+        while True:
+            step: dict[str, Any] = {}
+            for name, stream in streams.items():
+                if name == LANGUAGE:
+                    step[name] = next(stream, None)
+                elif self._steps % self.roles.macro == 0:
+                    step[name] = self._media(name, stream)
+            if None in step.values():
+                return
+            self._steps += 1
+            yield step
+
+    def _media(self, name: str, stream: Iterator[LaneMedia]) -> EncoderBatch | None:
+        lanes: list[LaneMedia] = []
+        for _ in range(self.roles.macro * len(self.roles.served(name))):
+            lane = next(stream, None)
+            if lane is None:
+                break
+            lanes.append(lane)
+        for error in (error for lane in lanes for error in lane.blanks):
+            self._note(error)
+        return joined(lanes) if lanes else None
+
+    def _note(self, error: str) -> None:
+        """Count and name a blank medium; raise where the policy tolerates no failure."""
+        policy = self.spec.settings.error_policy
+        if policy.on_error == "raise" or (callable(policy.on_error) and not policy.on_error(DecodeError(error))):
+            raise DecodeError(f"{error} (the language ranks have its tokens, so the sample cannot be left out)")
+        self.blanks += 1
+        if self.blanks <= policy.messages or not self.blanks & (self.blanks - 1):
+            logger.warning(
+                "%s: delivered blank (%d so far on this rank), since its tokens are planned", error, self.blanks
+            )
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def save_state_rank(self) -> Any:
+        """Return the state of this process's language rank; None if it has none, since encoders have no state."""
+        return self.loaders[LANGUAGE].save_state_rank() if LANGUAGE in self.loaders else None
+
+    def restore_state_rank(self, state: Any, **options: Any) -> None:
+        """Continue from the states of all language ranks, as a list, or from a global one, saved on grids of any size.
+
+        Raises:
+            StateError: As `SavableDataLoader.restore_state_rank`.
+        """
+        for loader in self.loaders.values():
+            loader.restore_state_rank(state, **options)
+        self._steps = 0
+
+    def state_dict(self) -> Any:
+        """Return the state of the run, gathered over the language ranks; on other processes None, at once."""
+        return self.loaders[LANGUAGE].state_dict() if LANGUAGE in self.loaders else None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a state of `state_dict`, on any role and on grids of any size."""
+        self.restore_state_rank(state)
+
+    def seek(self, step: int) -> None:
+        """Go to a step of the run; all processes must call it alike."""
+        for loader in self.loaders.values():
+            loader.seek(step)
+        self._steps = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this process has loaded, by role, as plain numbers; `blank_media` counts over its encoders."""
+        found = {f"{name}/{key}": value for name, one in self.loaders.items() for key, value in one.metrics().items()}
+        return found | {"blank_media": float(self.blanks)}
+
+    def close(self) -> None:
+        """Stop the workers."""
+        for loader in self.loaders.values():
+            loader.close()
+
+
+def joined(lanes: Sequence[LaneMedia]) -> EncoderBatch:
+    """Return the media of some microbatches as one batch, in their order."""
+    rows = [lane.visual_inputs for lane in lanes]
+    norms = [row["pixel_norm"] for row in rows if "pixel_norm" in row]
+    rows = [{name: value for name, value in row.items() if name != "pixel_norm"} for row in rows]
+    visual = join_visual(rows, [0] * len(rows), count=1) if any(rows) else {}
+    if norms:
+        visual["pixel_norm"] = norms[0]
+    by_row = []
+    for lane in lanes:
+        counts = [0] * len(lane.input_ids)
+        for tokens, row in zip(lane.num_tokens, lane.rows, strict=True):
+            counts[row] += tokens
+        by_row.append(counts)
+    return EncoderBatch(
+        __key__=[key for lane in lanes for key in lane.__key__],
+        __restore_key__=tuple(lane.__restore_key__ for lane in lanes),
+        visual_inputs=visual,
+        input_ids=[lane.input_ids for lane in lanes],
+        num_tokens=[sum(lane.num_tokens) for lane in lanes],
+        num_media=[len(lane.num_tokens) for lane in lanes],
+        row_tokens=by_row,
+    )

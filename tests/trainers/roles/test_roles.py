@@ -1,0 +1,260 @@
+"""Roles: what language ranks and encoder ranks get is what a run on one grid gets, cut; on any sizes, over any stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grids import NUM_LANES, assert_same_run, delivered, pictures_dataset, plain, reads_counted, role_loader
+from made import made_once
+from workers import worker_pids
+
+pytest.importorskip("transformers")
+
+from families import encoder_of
+
+from energon_bridge import Cooker, ErrorPolicy, SkipSample, WorkerConfig, get_train_dataset, get_val_dataset
+from energon_bridge.core.errors import ConfigurationError, DecodeError
+from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.models.conversations.cooker import cook_conversation
+from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
+from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.models.images.images import DeferredImage
+from energon_bridge.trainers.roles import make_roles
+from energon_bridge.trainers.roles.encoding import cut
+
+data = made_once(pictures_dataset)
+SIZES = [{"language": 4, "vision": 2}, {"language": 2, "vision": 4}, {"language": 3, "vision": 3}]
+CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=NUM_LANES)
+
+
+class Skipping(ChatTemplateTaskEncoder):
+    """Leaves out some samples by chance."""
+
+    cookers = (Cooker(cook_conversation),)
+
+    def preencode_sample(self, sample: Any) -> Any:
+        if torch.rand(()) < 0.1:
+            raise SkipSample
+        return super().preencode_sample(sample)
+
+
+def task_encoder(kind: type = Skipping, seq_length: int = 600) -> ChatTemplateTaskEncoder:
+    known = encoder_of("qwen2_5_vl", max_pixels=120 * 120)
+    return kind(known.tokenizer, known.family, ChatConfig(seq_length=seq_length))
+
+
+def dataset_of(data: Path, **options: Any) -> DatasetSpec:
+    encoder = options.pop("task_encoder", None) or task_encoder()
+    batch_size = options.pop("batch_size", 1 if "packing_buffer_size" in options else 2)
+    return get_train_dataset(data, batch_size=batch_size, task_encoder=encoder, worker_config=CONFIG, **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "packs": {"packing_buffer_size": 12},
+    "by length": {"max_tokens_per_microbatch": 1300, "packing_buffer_size": 12},
+}
+
+
+@cache
+def whole(data: Path, kind: str, ranks: int) -> list[list[Any]]:
+    return plain(dataset_of(data, **OPTIONS[kind]), ranks, 8)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes.values())))
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_all_grids_get_what_one_grid_gets(data: Path, kind: str, sizes: dict[str, int]) -> None:
+    """Samples are left out by chance, and where pictures do not fit; some rows and microbatches have no picture."""
+    expected = whole(data, kind, sizes["language"])
+    found, _ = delivered(dataset_of(data, **OPTIONS[kind]), sizes, 8)
+    assert_same_run(sizes, 8, expected, found)
+    media = {count for rank in found["vision"] for step in rank for count in step.num_media}
+    assert 0 in media or kind != "rows"
+    assert max(media) > 1
+
+
+@pytest.mark.parametrize("kind", ["rows", "packs"])
+def test_a_run_goes_on_with_other_grids(data: Path, kind: str) -> None:
+    """The state of the language ranks moves encoders of any number to where the run stands, also in workers."""
+    dataset = dataset_of(data, **OPTIONS[kind])
+    expected = whole(data, kind, 4)
+    sizes = {"language": 4, "vision": 2}
+    _, states = delivered(dataset, sizes, 3)
+    for new, workers in (({"language": 2, "vision": 4}, 0), ({"language": 4, "vision": 1}, 2)):
+        again, _ = delivered(dataset, new, 4, state=states, workers=workers)
+        ranks = new["language"]
+        flat = [batch for row in zip(*expected, strict=True) for batch in row][12 : 12 + 4 * ranks]
+        after = [flat[rank::ranks] for rank in range(ranks)]
+        assert_same_run(new, 4, after, again)
+
+
+def test_an_encoder_gets_several_microbatches_at_once(data: Path) -> None:
+    dataset = dataset_of(data)
+    sizes = {"language": 4, "vision": 2}
+    one, _ = delivered(dataset, sizes, 6)
+    three, _ = delivered(dataset, sizes, 6, macro=3)
+    for rank in range(2):
+        assert len(three["vision"][rank]) == 2
+        for number, joined in enumerate(three["vision"][rank]):
+            steps = one["vision"][rank][3 * number : 3 * number + 3]
+            pixels = [step.visual_inputs["pixel_values"] for step in steps if step.visual_inputs]
+            assert torch.equal(joined.visual_inputs["pixel_values"], torch.cat(pixels))
+            assert joined.num_tokens == [count for step in steps for count in step.num_tokens]
+
+
+def test_validation_ends_on_all_grids_alike(data: Path) -> None:
+    dataset = get_val_dataset(data, batch_size=2, task_encoder=task_encoder(), worker_config=CONFIG)
+    sizes = {"language": 4, "vision": 2}
+    expected = plain(dataset, 4, 99)
+    found, _ = delivered(dataset, sizes, 99)
+    assert [len(rank) for ranks in found.values() for rank in ranks] == [3] * 6
+    assert_same_run(sizes, 3, expected, found)
+
+
+@pytest.mark.parametrize("name", ["language", "vision"])
+def test_a_worker_that_dies_changes_nothing(data: Path, name: str) -> None:
+    dataset = dataset_of(data)
+    sizes = {"language": 4, "vision": 2}
+    expected, _ = delivered(dataset, sizes, 8)
+    loader = role_loader(dataset, name, 1, sizes, workers=2)
+    found = []
+    for step in islice(loader, 8):
+        found.append(step[name])
+        if len(found) == 3:
+            os.kill(worker_pids()[0], signal.SIGKILL)
+    loader.close()
+    assert [batch.__restore_key__ for batch in found] == [batch.__restore_key__ for batch in expected[name][1]]
+
+
+# Counters ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_picture_is_read_and_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And language ranks read less than a tenth of what they do today, encoder ranks their share."""
+    data = pictures_dataset(tmp_path, (12,), side=640)
+    dataset = dataset_of(data, task_encoder=task_encoder(seq_length=4000))
+    decoded: list[str] = []
+    inner = DeferredImage.get
+
+    def get(image: DeferredImage) -> Any:
+        decoded.append(repr(image))
+        return inner(image)
+
+    monkeypatch.setattr(DeferredImage, "get", get)
+    with reads_counted() as today:
+        media = sum(sum(batch.num_images) for rank in plain(dataset, 4, 3) for batch in rank)
+    of_one_grid = sorted(decoded)
+    assert len(of_one_grid) >= media > 10
+    for sizes in ({"language": 4, "vision": 2}, {"language": 4, "vision": 4}):
+        decoded.clear()
+        pictures = by_encoders = 0
+        for name, size in sizes.items():
+            for rank in range(size):
+                loader = role_loader(dataset, name, rank, sizes)
+                before = len(decoded)
+                with reads_counted() as read:
+                    steps = [step[name] for step in islice(loader, 3)]
+                loader.close()
+                if name == "language":
+                    assert len(decoded) == before
+                    assert 0 < read[0] * 4 < 0.1 * today[0]
+                else:
+                    by_encoders += read[0]
+                    pictures += sum(sum(step.num_media) for step in steps)
+        assert pictures == media
+        assert by_encoders < 1.05 * today[0]
+        assert len(decoded) == media
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------------
+
+
+def damage(data: Path) -> None:
+    """Overwrite the inside of each picture of the first shard, and leave its header."""
+    shard = data / "train" / "0.tar"
+    content = bytearray(shard.read_bytes())
+    place = 0
+    while (place := content.find(b"IDAT", place + 1)) > 0:
+        content[place + 40 : place + 400] = bytes(360)
+    shard.write_bytes(content)
+
+
+def test_a_picture_that_does_not_decode_is_blank_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = pictures_dataset(tmp_path, (12,))
+    damage(data)
+    sizes = {"language": 2, "vision": 1}
+    dataset = dataset_of(data, checksums="never", task_encoder=task_encoder(seq_length=2000))
+    language, _ = delivered(dataset, {"language": 2, "vision": 1}, 4)
+    loader = role_loader(dataset, "vision", 0, sizes)
+    with caplog.at_level(logging.WARNING):
+        steps = [step["vision"] for step in islice(loader, 4)]
+    assert loader.metrics()["blank_media"] == loader.blanks > 0
+    assert "delivered blank" in caplog.text
+    assert "cannot be decoded" in caplog.text
+    for number, step in enumerate(steps):
+        lanes = [language["language"][rank][number] for rank in range(2)]
+        assert [lane.__key__ for lane in lanes] == [step.__key__[:2], step.__key__[2:]]
+        grids = [lane.visual_inputs["image_grid_thw"] for lane in lanes if lane.visual_inputs]
+        if grids:
+            assert torch.equal(step.visual_inputs["image_grid_thw"], torch.cat(grids))
+    loader.close()
+    strict = role_loader(replace_policy(dataset, ErrorPolicy(on_error="raise")), "vision", 0, sizes)
+    with pytest.raises(DecodeError, match="the language ranks have its tokens"):
+        list(islice(strict, 4))
+    strict.close()
+
+
+def replace_policy(dataset: DatasetSpec, policy: ErrorPolicy) -> DatasetSpec:
+    return dataset.with_settings(error_policy=policy)
+
+
+class Posting(Skipping):
+    def postencode_sample(self, sample: Any) -> Any:
+        return super().postencode_sample(sample)
+
+
+def test_what_cannot_be_told_by_headers_is_refused(data: Path) -> None:
+    sizes: dict[str, Any] = {"language": (0, 2), "vision": (None, 2)}
+    roles = make_roles(grids=sizes)
+    with pytest.raises(ConfigurationError, match="postencode_sample of its own"):
+        roles.loader(dataset_of(data, task_encoder=task_encoder(Posting)))
+    known = encoder_of("qwen2_vl")
+    other = MultiModalTaskEncoder(known.tokenizer, known.family.image_processor, image_tokens_per_image=4)  # type: ignore[union-attr]
+    with pytest.raises(ConfigurationError, match="counts the tokens of media by their headers"):
+        roles.loader(dataset_of(data, task_encoder=other))
+    with pytest.raises(ConfigurationError, match="damaged_shards"):
+        roles.loader(replace_policy(dataset_of(data), ErrorPolicy(damaged_shards="skip")))
+    with pytest.raises(ConfigurationError, match="do not divide"):
+        role_loader(dataset_of(data), "vision", 0, {"language": 5, "vision": 1})
+
+
+@pytest.mark.parametrize(
+    ("grids", "said"),
+    [
+        ({"vision": (0, 2)}, "must have 'language'"),
+        ({"language": (0, 2)}, "at least one of audio, media, vision"),
+        ({"language": (0, 2), "eyes": (0, 2)}, "'eyes'"),
+        ({"language": (0, 4), "vision": (0, 3)}, "one number must divide"),
+        ({"language": (2, 2), "vision": (0, 2)}, "language has rank 2 of 2"),
+        ({"language": (0, 2), "vision": None}, r"\(None, size\)"),
+        ({"language": (0, 2), "vision": (0, 2), "media": (0, 2)}, "two encoders"),
+    ],
+)
+def test_grids_that_do_not_fit_are_refused(grids: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make_roles(grids=grids)
+
+
+def test_media_are_cut_into_runs_of_level_sums() -> None:
+    assert cut([4, 4, 4, 4], 2) == [0, 0, 1, 1]
+    assert cut([9, 1, 1, 1], 2) == [0, 1, 1, 1]
+    assert cut([5], 3) == [1]
+    assert cut([], 2) == []
