@@ -284,7 +284,7 @@ class SampleDecoder:
         names = (
             entry.name
             for entry in fields(SampleDecoder)
-            if entry.name not in ("read_pickles", "av_class", "_alpha", "_known_form")
+            if entry.name not in ("read_pickles", "unread_media", "av_class", "_alpha", "_known_form")
         )
         return {"type": type(self).__qualname__} | {name: getattr(self, name) for name in names}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import talks
 import torch
 from grids import NUM_LANES, assert_same_run, delivered, pictures_dataset, plain, reads_counted, role_loader
 from made import made_once
@@ -79,6 +80,25 @@ def test_all_grids_get_what_one_grid_gets(data: Path, kind: str, sizes: dict[str
     media = {count for rank in found["vision"] for step in rank for count in step.num_media}
     assert 0 in media or kind != "rows"
     assert max(media) > 1
+
+
+@pytest.fixture(scope="session")
+def talks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("talks")
+    talks.write_talks(folder)
+    return folder
+
+
+@pytest.mark.parametrize("media", ["video", "sound", "image"])
+def test_videos_sounds_and_any_processor(talks_folder: Path, media: str) -> None:
+    if (missing := talks.missing(media)) is not None:
+        pytest.skip(f"needs {missing}")
+    encoder = talks.talk_encoder(talks_folder, media, (), False, (Cooker(cook_conversation),))
+    dataset = dataset_of(talks_folder / "talks" / media, task_encoder=encoder)
+    name = "audio" if media == "sound" else "vision"
+    for sizes in ({"language": 4, name: 2}, {"language": 2, name: 4}):
+        found, _ = delivered(dataset, sizes, 3)
+        assert_same_run(sizes, 3, plain(dataset, sizes["language"], 3), found)
 
 
 @pytest.mark.parametrize("kind", ["rows", "packs"])
