@@ -45,8 +45,8 @@ LAYERS = (
 BUDGETS = {
     "core": 17_550,
     "cloud": 3_450,
-    "models": 11_200,
-    "trainers": 3_850,
+    "models": 11_600,
+    "trainers": 4_650,
     "tools": 13_450,
     "compat": 2_560,
     "training": 3_040,

@@ -358,7 +358,8 @@ class RayEngine:
             return process
         kind = "passes, " if self._finite else ""
         name = f"rank {self._config.dp_rank}, {kind}worker {work.number} of {self._config.num_workers}"
-        lanes = [*work.position.own_lanes[work.number :: self._config.processes]] or [name]
+        lanes: list[int | str] = [*work.position.own_lanes[work.number :: self._config.processes]]
+        lanes = lanes or [name]
         facts = {"name": name, "lanes": lanes, "ahead": work.ahead}
         facts |= {"interval": self._interval, "patience": self._patience}
         with os.fdopen(os.memfd_create("energon-work"), "wb") as file:

@@ -67,17 +67,18 @@ class Uncut(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Join pieces of one tensor without copying them, and do anything else as torch does."""
-        with torch._C.DisableTorchFunctionSubclass():
-            whole = _rejoined(*args, **kwargs or {}) if func is torch.cat else None
+        whole = _rejoined(*args, **kwargs or {}) if func is torch.cat else None
         return super().__torch_function__(func, types, args, kwargs or {}) if whole is None else whole.as_subclass(cls)
 
 
-def _rejoined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+def _rejoined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     """Return the rows of one tensor that pieces of it cover, each from where the last ends; None if they do not."""
+    pieces = [tensor.as_subclass(Tensor) for tensor in tensors]
     first = pieces[0]
+    memory = first.untyped_storage().data_ptr()
     end = first.storage_offset()
     for piece in pieces:
-        is_next = piece.storage_offset() == end and piece.untyped_storage()._cdata == first.untyped_storage()._cdata
+        is_next = piece.storage_offset() == end and piece.untyped_storage().data_ptr() == memory
         if not (
             is_next and piece.is_contiguous() and piece.shape[1:] == first.shape[1:] and piece.dtype == first.dtype
         ):

@@ -238,6 +238,7 @@ def test_pieces_of_pixels_joined_in_their_order_are_the_same_memory() -> None:
         start = int(pieces[0][0, 0, 0]) // 12
         assert torch.equal(joined.as_subclass(torch.Tensor), plain[start : start + len(joined)])
         assert joined.data_ptr() == pieces[0].data_ptr()
+        assert type(joined.as_subclass(torch.Tensor)) is torch.Tensor
 
 
 @pytest.mark.parametrize("dim", [0, -1])
