@@ -17,6 +17,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from string import ascii_uppercase
@@ -272,6 +273,20 @@ def first_answer(value: Any) -> str | None:
     if isinstance(texts, list | tuple) and texts and all(isinstance(one, str) for one in texts):
         return max(texts, key=texts.count)
     return texts if isinstance(texts, str) else None
+
+
+def doubt_of_answer(entry: Mapping[str, Any], pair: Sequence[str]) -> str | None:
+    """Return the complaint about a question and its answer whose `label` is 0: WikiQA's wrong answers; else None."""
+    value = entry.get("label")
+    if isinstance(value, bool) or str(value) not in ("0", "0.0") or "label" in pair:
+        return None
+    with suppress(SampleError):
+        if options_of({name: one for name, one in entry.items() if name not in pair}) is not None:
+            return None
+    return (
+        f"`label` is {value!r} beside `{pair[0]}` and `{pair[1]}`, so the answer may be wrong: leave such rows out; if "
+        "it says something else, convert the list with --ignore label"
+    )
 
 
 def is_unanswered(entry: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ So is another part of a file, which is never cut out:
     channel: 1                                                                             beside a sound
     page: 2                                                                                beside a TIFF
 
-A single `bbox` beside a text may be a label or what the text is about: a warning names it.
+One `bbox` beside a caption or a question may be what that is about, or its answer: a warning names it.
 """
 
 from __future__ import annotations
@@ -263,11 +263,21 @@ def check_unseen(said: Mapping[str, Any], what: str) -> None:
 
 # Parts that are never cut out -----------------------------------------------------------------------------------------
 
-_Part = Literal["region", "box", "object", "frame", "page", "channel"]
+_Part = Literal["region", "box", "frame", "page", "channel"]
 _REGIONS = frozenset(("crop", "roi", "region"))
 _BOXES = frozenset(("bbox", "box", "bndbox", "rect", "rectangle"))
 _OF_REGIONS = _BOXES | {"xyxy", "xywh", "coord", "coordinate", "image", "img", "bounding", "norm", "target"}
-_OBJECTS = frozenset(("category", "class", "label", "object", "annotation", "sentences", "phrase", "expression"))
+_TEXTS = (
+    "caption",
+    "captions",
+    "text",
+    "description",
+    "question",
+    "query",
+    "instruction",
+    "prompt",
+    *("messages", "conversations"),
+)
 _CORNERS = (
     *(("x", "y", "w", "h"), ("x", "y", "width", "height"), ("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax")),
     *(("left", "top", "right", "bottom"), ("left", "top", "width", "height"), ("x0", "y0", "x1", "y1")),
@@ -278,13 +288,11 @@ _SIDES = ("left", "right", "a", "b")
 
 @lru_cache(maxsize=4096)
 def _part_meaning(name: str) -> _Part | None:
-    """Return which part of a file a name may give; `object`: that a box beside it is a label; None: nothing known."""
+    """Return which part of a file a name may give; None: nothing known."""
     words = _words(name)
     stems = {word.removesuffix("s") for word in words}
     if stems & _REGIONS and stems <= _REGIONS | _OF_REGIONS:
         return "region"
-    if not _OBJECTS.isdisjoint(_kinds(name)):
-        return "object"
     if stems & _BOXES:
         return "box"
     if not stems - {"frame", "keyframe", "page", "channel"} <= _PLACES:
@@ -320,7 +328,7 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
                 f"cut to it: do so beforehand; without the column, the texts are learned with the {medium} as it is: "
                 f"{_without(name)}"
             )
-    if there.get("image") and "object" not in parts.values():
+    if there.get("image") and any(entry.get(name) for name in _TEXTS):
         _name_box(entry, [name for name, part in parts.items() if part == "box"])
 
 

@@ -49,6 +49,7 @@ from energon_bridge.models.conversations.turns import (
     role_name,
     without,
 )
+from energon_bridge.models.conversations.withheld import is_rejecting
 
 _THOUGHTS = ("think", "thought", "thoughts", "cot", "chain_of_thought", "thinking_content", "reasoning_text")
 _UNSAID = ("refusal", "audio")  # no template writes these
@@ -172,6 +173,10 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             counts[kind] += 1
         if turn.keys() <= _OWN_KEYS:
             continue
+        if marked := next((key for key in turn if is_rejecting(key, turn[key])), None):
+            raise SampleError(
+                f"a turn of {name!r} has {marked}={turn[marked]!r}, and was rejected: take the turn out, or the key"
+            )
         if role == "assistant":
             _check_reasoning(turn)
             continue

@@ -44,6 +44,7 @@ from energon_bridge.models.conversations.questions import (
     answers_of_several,
     choice_pair,
     composed,
+    doubt_of_answer,
     first_answer,
     not_said,
     texts_of,
@@ -141,6 +142,8 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
                 f"may belong to the question: convert the list with --ignore {unknown[0]}, or with the text of the "
                 f"question, as --question '{{{unknown[0]}}}\\n{{{pair[0]}}}'"
             )
+        if doubt := doubt_of_answer(entry, pair):
+            raise SampleError(doubt)
         turns = _turns_of_pair(entry, pair, answers_as)
     if entry.get("objects") and (mark := next((one for one in _OBJECTS if one in str(turns)), None)):
         raise SampleError(

@@ -2,7 +2,7 @@
 
     split, subset, phase, …: test, minival, …; is_test: true    held out, where other rows are not
     is_rejected, is_precanned, deleted, …: true                 rejected: VizWiz, OpenAssistant
-    is_valid, review_result, …: false
+    is_valid, is_correct, review_result, …: false
     answer, status, state, verdict, review: reject, …           Prodigy, Argilla
     quality: bad
 
@@ -85,7 +85,7 @@ _VERDICTS = ("answer", "status", "state", "verdict", "review")
 _REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
 _QUALITY = ("bad", "unusable", "rejected", "garbage", "spam")
 _IF_SET = re.compile(r"(?:is_)?(?:rejected|deleted|discarded|removed|precanned|unusable)|discard|is_invalid")
-_IF_NOT_SET = ("is_valid", "is_usable", "usable", "review_result")
+_IF_NOT_SET = ("is_valid", "is_usable", "usable", "is_correct", "review_result")
 
 
 def is_rejecting(column: str, value: Any) -> bool:

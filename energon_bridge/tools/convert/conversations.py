@@ -18,6 +18,7 @@ from energon_bridge.models.conversations.parts import Medium, medium_by_name, pa
 from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import (
     chosen,
+    doubt_of_answer,
     filled,
     first_answer,
     is_unanswered,
@@ -456,7 +457,10 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
 
 
 def check_cut(row: Row, layout: Layout) -> None:
-    """Raise SampleError if a row of a type of sample that is never cut names a part of its file."""
+    """Raise SampleError if a row of a type that is never cut names a part of its file, or doubts its answer."""
+    pair = [layout.fields[name] for name in ("context", "answers") if name in layout.fields]
+    if len(pair) == 2 and (doubt := doubt_of_answer(row.values, pair)):
+        raise SampleError(doubt)
     kinds = Counter(medium_by_name(f"x.{one.extension}") for of in row.files.values() for one in _several(of))
     if entry_segments(row.values, kinds, _extensions(row)) is not None:  # type: ignore[arg-type]
         raise SampleError(f"has a segment of its file, which a {layout.sample_type} is not cut to")

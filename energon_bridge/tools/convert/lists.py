@@ -664,6 +664,8 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
 
 _MAY_BE_JUDGED = ("text", "txt", "title", "prompt", "sentence")
 """Captions that a label beside them may be about, as of Hateful Memes."""
+_TRUE_OR_NOT = frozenset(("0", "1", "true", "false", "none"))
+"""What a label says of a caption that may be wrong, as of VSR."""
 _JUDGEMENTS = ("label", "labels", "target", "gold_label")
 
 
@@ -679,12 +681,15 @@ def _check_labels(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     if label:
         for row in values:
             texts |= dict.fromkeys((*unknown_texts(row, (*KNOWN_BESIDE, *mapped)), *_named_contexts(row)))
-    elif str(layout.fields["caption"]).lower() in _MAY_BE_JUDGED:
+    else:
+        caption = layout.fields["caption"].partition("[")[0]
         label = next((name for row in values for name in row if name.lower() in _JUDGEMENTS and name not in mapped), "")
-        texts = dict.fromkeys([layout.fields["caption"]] if label else [])
+        said = {str(row.get(label)).lower() for row in values}
+        if label and (caption.lower() in _MAY_BE_JUDGED or said <= _TRUE_OR_NOT):
+            texts[caption] = None
     for column in texts:
         pairs = [(str(row.get(label)), str(row[column])) for row in values if row.get(column)]
-        if len({*pairs}) == len({of for of, _ in pairs}) < len(pairs):
+        if column not in mapped and len({*pairs}) == len({of for of, _ in pairs}) < len(pairs):
             continue
         alone = f" To learn the text as a caption: --ignore {label}." if column in mapped else ""
         raise SourceError(

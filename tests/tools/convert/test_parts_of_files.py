@@ -107,7 +107,6 @@ NO_PARTS: list[tuple[str, dict[str, Any]]] = [
     ("a.tif", {"page": 0, "num_pages": 2, "answer_page_idx": 1, "page_ids": ["p1", "p2"]}),
     ("a.png", {"objects": {"bbox": [[1, 2, 3, 4]], "category": [1]}}),  # CPPE-5
     ("a.png", {"words": ["a"], "boxes": [[1, 2, 3, 4]]}),  # FUNSD
-    ("a.png", {"bbox": [1, 2, 30, 40], "category_id": 3}),  # COCO
     ("a.png", {"bbox": [1.2, 2, 30, 40], "answer": "[1, 2, 30, 40]"}),
     ("a.png", {"bbox": [[1, 2, 3, 4], [5, 6, 7, 8]], "width": 640, "height": 480, "layer": 2}),
     ("a.mp4", {"frames": 120, "num_frames": 120, "frame_count": 120, "channel": "BBC", "channel_id": "UCx1"}),
@@ -124,6 +123,13 @@ def test_what_is_no_part_is_left_beside(
     flags = [flag for name in beside if name in ("words",) for flag in ("--ignore", name)]
     convert(lines(tmp_path, *[{kind: file, **ASKED, **beside}] * 4), tmp_path / "out", *ALL, *flags)
     assert "is a box" not in caplog.text
+
+
+def test_a_box_without_a_text_is_a_label(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """COCO; CUB-200."""
+    for label in ({"category_id": 3}, {"label": 3}):
+        convert(lines(tmp_path, {"image": "a.png", "bbox": [1, 2, 30, 40], **label}), tmp_path / str(label), *ALL)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -173,6 +179,16 @@ def test_a_text_that_a_label_may_be_about_is_named(column: str, tmp_path: Path) 
         assert len(delivered(path)) == 4
 
 
+def test_a_caption_that_a_label_calls_wrong_is_named(tmp_path: Path) -> None:
+    """VSR: `The cat is under the bed.`, label 0."""
+    path = table(tmp_path, *[{"caption": "The cat is under the bed.", "label": label} for label in (0, 1, 0)])
+    assert "`label` may be about the image and the text in `caption`" in refused(path, tmp_path / "out", *ALL)
+    with pytest.raises(SourceError, match="the text in `caption`"):
+        delivered(path)
+    convert(path, tmp_path / "out", *ALL, "--ignore", "label")
+    assert len(delivered(tmp_path / "out")) == 3
+
+
 def test_names_of_labels_are_the_answers_of_a_template(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -202,7 +218,7 @@ def test_what_says_nothing_of_a_label_is_left_beside(beside: dict[str, Any], tmp
 def test_a_text_of_the_class_is_no_text_of_the_picture(tmp_path: Path) -> None:
     rows = [{"label": n % 2, "gloss": f"a domesticated mammal of kind {n % 2}"} for n in range(4)]
     assert len(delivered(table(tmp_path, *rows))) == 4
-    captions = [{"caption": f"A thing, number {n}.", "label": n % 2, "category": "x"} for n in range(4)]
+    captions = [{"caption": f"A thing, number {n}.", "label": n, "category": "x"} for n in range(4)]
     assert delivered(table(tmp_path, *captions))[3].caption == "A thing, number 3."
 
 

@@ -13,7 +13,7 @@ from object_server import serving
 from sources import convert, members, picture, refused, write_pictures
 from tar_builder import write_tar
 
-from energon_bridge.core.errors import UnknownSplitError
+from energon_bridge.core.errors import EmptyDatasetError, SourceError, UnknownSplitError
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.run_model import dataset_captions
 
@@ -170,6 +170,7 @@ MARKS: list[tuple[str, Any, Any]] = [
     ("deleted", False, True),
     ("is_valid", True, False),
     ("review_result", True, False),
+    ("is_correct", True, False),
     ("quality", "good", "bad"),
     ("status", "submitted", "discarded"),
 ]
@@ -197,6 +198,50 @@ def test_rows_that_are_marked_are_not_learned(
         chosen, every = remedies(told.value)
         assert [int(one.__key__) for one in delivered(path, filter=chosen)] == [0, 2]
         assert len(delivered(path, filter=every)) == 3
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_answers_whose_label_is_0_are_not_learned(images: bool, tmp_path: Path) -> None:
+    """WikiQA: of some candidates, those that answer the question have the label 1."""
+    rows = [{"question": f"q{n}", "answer": f"a{n}", "label": n % 2} for n in range(4)]
+    rows = [{**({"image": IMAGE} if images else {}), **row} for row in rows]
+    path = table(tmp_path / "rows.parquet", rows)
+    told = refused(path, tmp_path / "out", *ALL)
+    assert "`label` is 0 beside `question` and `answer`, so the answer may be wrong" in told
+    convert(path, tmp_path / "out", *ALL, "--on-error", "skip")
+    convert(path, tmp_path / "all", *ALL, "--ignore", "label")
+    assert [len(delivered(tmp_path / name)) for name in ("out", "all")] == [2, 4]
+    if images:
+        with pytest.raises(SourceError, match="`label` is 0"):
+            delivered(path)
+        return
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for found in (learned(path), learned(lines), delivered(path, filter="label == 1")):
+        assert [one.messages[1]["content"] for one in found] == ["a1", "a3"]
+    choices = {"question": "q", "options": ["x", "y"], "answer": "x", "label": 0}
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(choices) + "\n" + json.dumps({"question": "q", "answer": "a", "label": 7}) + "\n")
+    assert [one.messages[1]["content"] for one in delivered(other)] == ["A", "a"]
+
+
+@pytest.mark.parametrize("mark", [{"deleted": True}, {"review_result": False}])
+def test_turns_that_were_rejected_are_refused(
+    mark: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenAssistant."""
+    (name,) = mark
+    entry = talk(0)
+    lines = {False: tmp_path / "marked.jsonl", True: tmp_path / "others.jsonl"}
+    for other, path in lines.items():
+        entry["messages"][1][name] = mark[name] is not other
+        path.write_text(json.dumps(entry) + "\n")
+    said = f"a turn of 'assistant' has {name}={mark[name]}, and was rejected"
+    assert said in refused(lines[False], tmp_path / "out", *ALL)
+    with pytest.raises(EmptyDatasetError):
+        delivered(lines[False])
+    assert said in caplog.text
+    assert len(delivered(lines[True])) == 1
 
 
 @pytest.mark.parametrize(
