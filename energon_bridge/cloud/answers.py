@@ -1,8 +1,8 @@
 """Connections to servers, and one GET on an open one: the request as bytes, and the head of its answer.
 
 Responses of the usual form (200 or 206 with a length) are parsed here: http.client, which parses each head as an e-mail
-message, takes twice the CPU time per request of 80 KiB (docs/measured/object-storage.md). All others
-are left to http.client from their first byte on.
+message, takes twice the CPU time per request of 80 KiB (docs/measured/object-storage.md). All others are left to
+http.client from their first byte on. A *server* is host and port here, as a URL has them.
 
 Invariant: no byte after a response is read from the connection, so it can be reused.
 """
@@ -61,16 +61,16 @@ class Connections:
         self._routes: dict[tuple[str, str], Route] = {}
         self._context: ssl.SSLContext | None = None
 
-    def route(self, scheme: str, place: str) -> Route:
+    def route(self, scheme: str, server: str) -> Route:
         """Return how a server is reached."""
-        route = self._routes.get((scheme, place))
+        route = self._routes.get((scheme, server))
         if route is None:
-            route = self._routes[scheme, place] = _route_to(scheme, place)
+            route = self._routes[scheme, server] = _route_to(scheme, server)
         return route
 
-    def take(self, scheme: str, place: str, silence: float) -> tuple[http.client.HTTPConnection, bool]:
+    def take(self, scheme: str, server: str, silence: float) -> tuple[http.client.HTTPConnection, bool]:
         """Return a connection to a server, and whether it is new: not connected yet."""
-        idle = self._idle.get((scheme, place), [])
+        idle = self._idle.get((scheme, server), [])
         while idle:
             try:
                 since, connection = idle.pop()  # no lock: it would make threads wait for one another
@@ -81,7 +81,7 @@ class Connections:
                     allow_silence(connection, silence)
                 return connection, False
             connection.close()
-        route = self.route(scheme, place)
+        route = self.route(scheme, server)
         if scheme == "http":
             return http.client.HTTPConnection(route.address), True
         if self._context is None:
@@ -95,7 +95,7 @@ class Connections:
 
     def keep(self, url: str, connection: http.client.HTTPConnection) -> None:
         """Keep a connection to the server of a URL for reuse; its last answer must be read to the end."""
-        self._idle.setdefault(place_of(url), []).append((time.monotonic(), connection))
+        self._idle.setdefault(server_of(url), []).append((time.monotonic(), connection))
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -104,19 +104,19 @@ class Connections:
                 connection.close()
 
 
-def place_of(url: str) -> tuple[str, str]:
+def server_of(url: str) -> tuple[str, str]:
     """Return scheme and server of a URL."""
     parts = urlsplit(url)
     return parts.scheme, parts.netloc
 
 
-def _route_to(scheme: str, place: str) -> Route:
+def _route_to(scheme: str, server: str) -> Route:
     """Return the route to a server by the environment (`https_proxy`, `no_proxy`, …)."""
-    server = urlsplit(f"//{place}")
-    host = server.hostname or ""
+    parts = urlsplit(f"//{server}")
+    host = parts.hostname or ""
     url = urllib.request.getproxies_environment().get(scheme)
     if not url or urllib.request.proxy_bypass(host):
-        return Route(address=place)
+        return Route(address=server)
     proxy = urlsplit(url if "://" in url else f"http://{url}")
     address = f"{proxy.hostname}:{proxy.port or 80}"
     headers = {}
@@ -125,7 +125,7 @@ def _route_to(scheme: str, place: str) -> Route:
         headers = {"Proxy-Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
     if scheme == "http":
         return Route(address=address, full_url=True, headers=headers)
-    return Route(address=address, tunnel=(host, server.port or 443), headers=headers)
+    return Route(address=address, tunnel=(host, parts.port or 443), headers=headers)
 
 
 def allow_silence(connection: http.client.HTTPConnection, seconds: float) -> None:
@@ -206,14 +206,14 @@ class HttpAnswer:
 
 
 def get(
-    connection: http.client.HTTPConnection, scheme: str, place: str, target: str, headers: Mapping[str, str]
+    connection: http.client.HTTPConnection, scheme: str, server: str, target: str, headers: Mapping[str, str]
 ) -> HttpAnswer | http.client.HTTPResponse:
     """Send a request and read the head of the response.
 
     Args:
         connection: An open one.
         scheme: `http` or `https`.
-        place: Host and port, as in the URL.
+        server: Host and port, as in the URL.
         target: Path and query, or the full URL if a proxy is asked.
         headers: Further headers.
 
@@ -221,11 +221,11 @@ def get(
         OSError, http.client.HTTPException: The connection breaks, or the response is not HTTP.
         ValueError: A header has a line break.
     """
-    lines = [f"GET {target} HTTP/1.1", f"Host: {place.removesuffix(_DEFAULT_PORTS[scheme])}"]
+    lines = [f"GET {target} HTTP/1.1", f"Host: {server.removesuffix(_DEFAULT_PORTS[scheme])}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     head = "\r\n".join(lines).encode("latin-1")
     if head.count(b"\n") != len(lines) - 1:
-        raise ValueError(f"the target or a header of a request to {place} contains a line break")
+        raise ValueError(f"the target or a header of a request to {server} contains a line break")
     sock: socket.socket = connection.sock
     sock.sendall(head + b"\r\n\r\n")
     buffer = bytearray(_MOST_HEAD_BYTES)

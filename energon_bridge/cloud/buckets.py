@@ -60,9 +60,9 @@ class Bucket(Protocol):
 class HttpBucket(Bucket):
     """A web server, which is read-only."""
 
-    def __init__(self, scheme: str, place: str) -> None:
-        self._root = f"{scheme}://{place}"
-        self.name = f"the server {place}"
+    def __init__(self, scheme: str, server: str) -> None:
+        self._root = f"{scheme}://{server}"
+        self.name = f"the server {server}"
 
     def target(self, key: str, *, fresh: bool) -> Target:
         """Return the URL as it is."""
@@ -104,9 +104,9 @@ class S3Bucket(Bucket):
     def target(self, key: str, *, fresh: bool) -> Target:
         """Return a signed URL; it is reused until it nears its end."""
         now = time.monotonic()
-        known = None if fresh else self._signed.get(key)
-        if known is not None and known[0] > now:
-            return known[1]
+        signed = None if fresh else self._signed.get(key)
+        if signed is not None and signed[0] > now:
+            return signed[1]
         with self._lock:
             if fresh and now - self._made > _RENEW_SECONDS:
                 self._client = None  # picks up new credentials from the environment or a file
@@ -256,8 +256,8 @@ class AzureBucket(Bucket):
     account's host (`abfss://container@account.dfs.core.windows.net/path`).
     """
 
-    def __init__(self, place: str) -> None:
-        self._container, _, self._account = place.partition("@")
+    def __init__(self, name: str) -> None:
+        self._container, _, self._account = name.partition("@")
         self.name = f"the container {self._container!r}"
         self._lock = threading.Lock()
         self._client: Any = None

@@ -212,7 +212,8 @@ class _DataLazy(_KeptLazy):
         return from_bytes(data) if self._shell is None else self._shell.with_data(data).when_got(), None
 
 
-# The files of a process -----------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# The files of a process.
 
 
 class _State(Enum):
@@ -412,11 +413,10 @@ class KeptFiles:
             return entry.state is _State.KEPT
 
 
-# Data as bytes --------------------------------------------------------------------------------------------------------
-#
-# What `to_cache` writes: numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts of them. No pickle that
-# could run code. Format: torch's file format, read with `weights_only=True`; a container is a list that begins with a
-# letter (`l`, `t`, `d`), an array is `["a", npy bytes]`.
+# ---------------------------------------------------------------------------------------------------------------------
+# Data as bytes, as `to_cache` writes them: numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts of
+# them. No pickle that could run code. Format: torch's file format, read with `weights_only=True`; a container is a list
+# that begins with a letter (`l`, `t`, `d`), an array is `["a", npy bytes]`.
 
 
 _PLAIN = (type(None), bool, int, float, str, bytes)

@@ -1,4 +1,4 @@
-"""Read any `proto://` URL that fsspec supports; the tests run the layers above on `memory://`.
+"""A store over any file system of fsspec, for the schemes of URLs that no other store has (`memory://` in tests).
 
 Invariant: the file system object belongs to one process. After a fork or in a spawned process it is made again.
 """
@@ -98,11 +98,11 @@ class FsspecStore(Rooted):
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         fs, path = self._locate("")
         with self._naming(""):
-            found = fs.find(path, detail=True)
-        if not found:
+            files = fs.find(path, detail=True)
+        if not files:
             self.check_root()
         start = len(path.rstrip("/")) + 1
-        return sorted((name[start:], int(entry["size"])) for name, entry in found.items() if name.endswith(suffix))
+        return sorted((name[start:], int(entry["size"])) for name, entry in files.items() if name.endswith(suffix))
 
     def write(self, rel: str, data: bytes) -> None:
         fs, path = self._locate(rel)

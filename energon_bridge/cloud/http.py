@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
-from energon_bridge.cloud.answers import Connections, HttpAnswer, allow_silence, get, place_of
+from energon_bridge.cloud.answers import Connections, HttpAnswer, allow_silence, get, server_of
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.stalls import DaemonThreads, Stalls
 from energon_bridge.core.storage.store import MADE
@@ -51,7 +51,9 @@ _HEDGE_SECONDS, _HEDGE_TIMES = 0.3, 4.0
 """A hedge starts after this many seconds, or after this multiple of the usual duration, whichever is later."""
 _HEDGES = 16
 _HEDGED_SHARE = 0.05
+"""Hedges of a process, at most: so many, and one for so many of its requests."""
 _RIVALS = 3
+"""Requests for one piece that are under way, at most."""
 _EXPIRED_SECONDS = 15.0
 """How long a process that has read before waits for new credentials if they are renewed late."""
 _CHUNK = 256 << 10
@@ -269,7 +271,7 @@ class Client:
                 attempt.cancel()
         return [body for body in fetch.bodies if body is not None]
 
-    # Deciding --------------------------------------------------------------------------------------------------------
+    # Which request goes out, and when --------------------------------------------------------------------------------
 
     def _next(self, fetch: _Fetch) -> _Attempt | None:
         """Take the next piece of a fetch, if there is one and the server bears another request."""
@@ -279,7 +281,7 @@ class Client:
             return self._taken(fetch)
 
     def _taken(self, fetch: _Fetch) -> _Attempt | None:
-        """Do so under the lock; a fetch of which nothing is under way always gets its next piece."""
+        """Do what `_next` does, under the lock; a fetch of which nothing is under way always gets its next piece."""
         if not fetch.waiting or (fetch.running and self._is_full()):
             return None
         call = fetch.waiting.popleft()
@@ -323,7 +325,7 @@ class Client:
         self._helpers.start(job, done)
 
     def _finished(self, attempt: _Attempt, seconds: float) -> _Attempt | None:
-        """Take what an attempt brought; return the next one of the same fetch."""
+        """Note the body or error of an attempt that has ended; return the next attempt of the same fetch, if any."""
         call = attempt.call
         error = attempt.error
         fetch = call.fetch
@@ -337,6 +339,8 @@ class Client:
                 now = time.monotonic()
                 if not isinstance(error, _Busy) or not error.overloaded:
                     return None
+                # As TCP does: half as many requests at once where a server has too much to do, and then again one more
+                # for each round of them that comes through.
                 self._overloaded += (1 - self._overloaded) / 64
                 if self._overloaded > _OVERLOADED_SHARE and now - self._lowered > self._typical:
                     self._limit = max(1.0, self._limit / 2)
@@ -407,7 +411,7 @@ class Client:
         pause = random.uniform(0.5, 1.0) * min(_MOST_PAUSE, _PAUSE * 2**call.failures)
         return max(pause, error.pause)
 
-    # Asking ----------------------------------------------------------------------------------------------------------
+    # One request -----------------------------------------------------------------------------------------------------
 
     def _get(self, attempt: _Attempt, silence: float) -> None:
         """Fill the body of an attempt; raises `_Busy` and what `fetch` raises."""
@@ -418,7 +422,7 @@ class Client:
         for _ in range(_HOPS):
             target = origin.target(piece.key, fresh=fresh)
             if moved:
-                same = place_of(moved) == place_of(target.url)
+                same = server_of(moved) == server_of(target.url)
                 target = Target(moved, target.headers if same else {})  # credentials are for one server
             try:
                 location = self._ask(attempt, target, silence)
@@ -559,29 +563,29 @@ class Client:
         """Send a request on an idle connection or a new one; return it with the head of the response."""
         parts = urlsplit(url)
         scheme = parts.scheme
-        place = parts.netloc
-        route = self._connections.route(scheme, place)
+        server = parts.netloc
+        route = self._connections.route(scheme, server)
         asked = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         if route.full_url:
             asked = url
             headers = {**headers, **route.headers}
         while True:
-            connection, is_new = self._connections.take(scheme, place, silence)
+            connection, is_new = self._connections.take(scheme, server, silence)
             attempt.connection = connection
             try:
                 if connection.sock is None:
                     connection.timeout = min(_CONNECT_SECONDS, silence)
                     connection.connect()
                     allow_silence(connection, silence)
-                    self._reached.add(place)
+                    self._reached.add(server)
                 attempt.asked += 1
-                return connection, get(connection, scheme, place, asked, headers)
+                return connection, get(connection, scheme, server, asked, headers)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if not is_new and not isinstance(error, TimeoutError) and not attempt.cancelled:
                     attempt.again += 1
                     continue  # the server had closed the idle connection
-                unreached = place not in self._reached
+                unreached = server not in self._reached
                 what = "cannot connect" if unreached else "no answer"
                 raise _Busy(f"{what}: {_named(error)}", unreached=unreached) from error
 

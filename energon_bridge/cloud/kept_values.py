@@ -22,8 +22,8 @@ from energon_bridge.core.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
-_LEASED_SHARE = 40
-"""All processes together may add one part in so many of the limits between two looks. Twice that is set aside, since
+_LEASED_PART = 40
+"""All processes together may add this part of the limits (a fortieth) between two looks. Twice that is set aside, since
 further processes may start meanwhile."""
 _LEASED_COUNT = 64
 """Leases are multiples of this number of values, and of a block of bytes; with smaller limits there are none."""
@@ -54,7 +54,9 @@ class KeptValues:
         self._cache = cache
         self._whole = whole
         self._limits = max_bytes, max_count
-        self._most = -1, 0  # until the first look
+        # Bytes and number of values: the most that all processes may keep, by the last look (-1: none was taken); what
+        # this one may add until the next; what the others keep; what this one has added, had at the last look, dropped.
+        self._most = -1, 0
         self._leased = self._others = 0, 0
         self._added = (0, 0)
         self._seen = (0, 0)
@@ -93,8 +95,9 @@ class KeptValues:
                 unseen, fits = _sum(self._added, self._seen, -1), self._fits(size)
                 if not self._descriptors or not (fits or time.monotonic() >= self._due):
                     return None
-                alone = not fits or unseen[0] + size > self._leased[0] or unseen[1] + 1 > self._leased[1]
-                with self._looking(size) if alone else contextlib.nullcontext():
+                # Within its lease a process adds values without a look.
+                takes_look = not fits or unseen[0] + size > self._leased[0] or unseen[1] + 1 > self._leased[1]
+                with self._looking(size) if takes_look else contextlib.nullcontext():
                     if not self._fits(size):
                         return None
                     with open(path, "xb") as file:
@@ -135,7 +138,7 @@ class KeptValues:
 
     @contextlib.contextmanager
     def _looking(self, size: int) -> Iterator[None]:
-        """Take a look, after making room for some bytes; no other process adds a value in the block."""
+        """Count what all processes keep, after making room for some bytes; no other one adds a value in the block."""
         began, (max_bytes, max_count) = time.monotonic(), self._limits
         left = self._cache.make_room(size)
         with alone(self._cache.folder):
@@ -143,9 +146,9 @@ class KeptValues:
             own = _sum(self._added, self._dropped, -1)
             self._seen = self._added
             self._others = _sum((kept_bytes, kept_count), own, -1)
-            # All leases together are 1/40 of the limits; each process has its part of that, in whole units.
-            share = _LEASED_SHARE * max(1, processes)
-            leased = min(max_bytes, left) // share // BLOCK * BLOCK, max_count // share // _LEASED_COUNT * _LEASED_COUNT
+            # All leases together are 1/40 of the limits; each process has its part of that, in whole blocks.
+            parts = _LEASED_PART * max(1, processes)
+            leased = min(max_bytes, left) // parts // BLOCK * BLOCK, max_count // parts // _LEASED_COUNT * _LEASED_COUNT
             self._leased = leased if min(leased) > 0 else (0, 0)
             self._most = _sum(self._limits, self._leased, -2 * processes) if left >= size else (-1, 0)
             now = time.monotonic()

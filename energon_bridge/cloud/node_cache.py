@@ -5,7 +5,7 @@ Within its one quota are also the values that processes keep (`kept_values.py`).
 `ENERGON_CACHE_DIR` (and `ENERGON_CACHE_BYTES`) turn it on; `use_node_cache` sets both. Files below `<folder>/v2/<2 hex
 digits>/`, each named by a SHA-256:
 
-    <hash>.id       the object at a URL: JSON {"url", "version" (ETag), "size"}; size -1: none. Valid for a minute
+    <hash>.id       the object at a URL: JSON [URL, version (ETag), size]; size -1: there is none. Valid for a minute
     <hash>.block    1 MiB of one version of one object (the last one is shorter), then the CRC-32 of each 64 KiB of it
     <name>.claim    a process fetches it: JSON [host, process]. Void if that process is gone, or after 20 seconds
 
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 BLOCK = 1 << 20
 PIECE = 64 << 10
-"""The unit in which a block on the disk is read and checked, so that a small sample need not read all of it."""
+"""Bytes of a block on the disk that are read and checked together, so that a small sample need not read all of it."""
 _BELIEVED_SECONDS = 60.0
 _MISSING_SECONDS = 5.0
 _CLAIM_SECONDS = 20.0
@@ -55,10 +55,10 @@ _REFUSED_SECONDS = 10.0
 """Seconds without writes after the disk refused one."""
 _POLL = 0.002
 _MOST_POLL = 0.05
-_SHARE = 200
-"""A process checks what to delete each time it has written this fraction of the cache's limit."""
-_FREE_SHARE = 20
-"""The fraction of the disk that is left free."""
+_CHECKED_PART = 200
+"""A process checks what to delete each time it has written this part of the cache's limit: a two-hundredth."""
+_FREE_PART = 20
+"""The part of the disk that is left free: a twentieth."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -102,29 +102,29 @@ class NodeCache:
         The others are requested by `ask`, which is given their places in `urls`.
         """
         now = time.monotonic()
-        known: dict[int, Version] = {}
+        by_number: dict[int, Version] = {}
         for number, url in enumerate(urls):
             until, version = self._known.get(url, (0.0, None))
             if version is not None and until > now:
-                known[number] = version
-        missing = [number for number in range(len(urls)) if number not in known]
+                by_number[number] = version
+        missing = [number for number in range(len(urls)) if number not in by_number]
 
         def load(number: int) -> bool:
             version = self._load_version(urls[number])
             if version is not None:
-                known[number] = version
+                by_number[number] = version
             return version is not None
 
         def make(numbers: list[int]) -> None:
             for number, version in zip(numbers, ask(numbers), strict=True):
-                known[number] = version
+                by_number[number] = version
                 self._publish(
                     self._id_name(urls[number]), json.dumps([version.url, version.tag, version.size]).encode()
                 )
                 self._know(version, time.time())
 
         self._each(missing, lambda number: self._id_name(urls[number]), load, make)
-        return [known[number] for number in range(len(urls))]
+        return [by_number[number] for number in range(len(urls))]
 
     def blocks(
         self, wanted: Mapping[RemoteBlock, Sequence[NeededBytes]], fetch: Callable[[list[RemoteBlock]], list[bytes]]
@@ -139,37 +139,37 @@ class NodeCache:
         blocks: dict[RemoteBlock, memoryview] = {}
         fetched: set[RemoteBlock] = set()
 
-        def load(place: RemoteBlock) -> bool:
-            data = self._load_block(*place, wanted[place])
+        def load(key: RemoteBlock) -> bool:
+            data = self._load_block(*key, wanted[key])
             if data is not None:
-                blocks[place] = data
+                blocks[key] = data
             return data is not None
 
-        def make(places: list[RemoteBlock]) -> None:
-            for place, data in zip(places, fetch(places), strict=True):
-                blocks[place] = memoryview(data)
-                fetched.add(place)
-                self._put(place, data)
+        def make(keys: list[RemoteBlock]) -> None:
+            for key, data in zip(keys, fetch(keys), strict=True):
+                blocks[key] = memoryview(data)
+                fetched.add(key)
+                self._put(key, data)
 
-        self._each(list(wanted), lambda place: place[0].name(place[1]), load, make)
+        self._each(list(wanted), lambda key: key[0].name(key[1]), load, make)
         self._count(blocks, fetched)
         return blocks
 
-    def put(self, place: RemoteBlock, data: bytes) -> None:
+    def put(self, key: RemoteBlock, data: bytes) -> None:
         """Store a block that came with the response that named the version, if the disk accepts it."""
-        self._first.add(place)
-        self._put(place, data)
+        self._first.add(key)
+        self._put(key, data)
 
-    def _put(self, place: RemoteBlock, data: bytes) -> None:
-        version, block = place
+    def _put(self, key: RemoteBlock, data: bytes) -> None:
+        version, block = key
         self._publish(version.name(block), data, _checksums(data))
 
     def _count(self, blocks: dict[RemoteBlock, memoryview], fetched: set[RemoteBlock]) -> None:
         """Update the counters: blocks that this process fetched are misses, the others hits."""
         hits = misses = hit_bytes = miss_bytes = 0
-        for place, data in blocks.items():
-            if place in fetched or place in self._first:
-                self._first.discard(place)
+        for key, data in blocks.items():
+            if key in fetched or key in self._first:
+                self._first.discard(key)
                 misses += 1
                 miss_bytes += len(data)
             else:
@@ -187,7 +187,7 @@ class NodeCache:
         with contextlib.suppress(OSError):
             os.unlink(self._path(self._id_name(url)))
 
-    # One of all processes --------------------------------------------------------------------------------------------
+    # Fetched by one of all processes ---------------------------------------------------------------------------------
 
     def _each(
         self, left: list[_T], name: Callable[[_T], str], load: Callable[[_T], bool], make: Callable[[list[_T]], None]
@@ -196,8 +196,8 @@ class NodeCache:
 
         Args:
             name: Returns the name of the file.
-            load: Whether it is on disk; takes it from there.
-            make: Makes some that this process has claimed.
+            load: Takes it from disk; returns whether it was there.
+            make: Fetches some that this process has claimed, and puts them on disk.
         """
         pause = _POLL
         while left:
@@ -270,7 +270,7 @@ class NodeCache:
             return None
         return version if version.url == url and self._know(version, since) > 0 else None
 
-    def _load_block(self, version: Version, block: int, spans: Sequence[NeededBytes]) -> memoryview | None:
+    def _load_block(self, version: Version, block: int, ranges: Sequence[NeededBytes]) -> memoryview | None:
         path = self._path(version.name(block))
         length = version.length(block)
         pieces = -(-length // PIECE)
@@ -283,7 +283,7 @@ class NodeCache:
                 sums = os.pread(file.fileno(), 4 * pieces, length)
                 whole = status.st_size == length + 4 * pieces and len(sums) == 4 * pieces
                 if whole:
-                    needed = {n for low, high in spans for n in range(low // PIECE, -(-high // PIECE))}
+                    needed = {n for low, high in ranges for n in range(low // PIECE, -(-high // PIECE))}
                     whole = all(_read_piece(file.fileno(), data, n, sums) for n in sorted(needed))
         except OSError:
             return None
@@ -301,7 +301,8 @@ class NodeCache:
         writing = f"{path}.{uuid.uuid4().hex}.writing"
         size = sum(map(len, parts))
         try:
-            due = self._written < 0 or self._written + size > (self._limit or _SHARE << 28) // _SHARE
+            # Without a limit, a check is due after each 256 MiB.
+            due = self._written < 0 or self._written + size > (self._limit or _CHECKED_PART << 28) // _CHECKED_PART
             if due and self.make_room(size) < size:
                 raise OSError("no room")
             self._write(writing, parts, os.O_EXCL)
@@ -350,7 +351,7 @@ class NodeCache:
             files.append((stat.st_mtime, stat.st_size, path))
             used += stat.st_size
         disk = os.statvfs(self.folder)
-        most = used + disk.f_bavail * disk.f_frsize - disk.f_blocks * disk.f_frsize // _FREE_SHARE
+        most = used + disk.f_bavail * disk.f_frsize - disk.f_blocks * disk.f_frsize // _FREE_PART
         if self._limit is not None:
             most = min(most, self._limit - self._limit // 10)
         left = most - used

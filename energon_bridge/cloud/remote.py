@@ -58,7 +58,7 @@ class RemoteStore(Rooted):
 
     def check_root(self) -> None:
         """Raise DatasetNotFoundError if there is nothing below the root."""
-        client, bucket = self._place()
+        client, bucket = self._client_and_bucket()
         with self._naming(""):
             try:
                 if isinstance(bucket, HttpBucket):
@@ -88,10 +88,10 @@ class RemoteStore(Rooted):
         if self._cache is not None:
             versions = zip(rels, self._versions(rels), strict=True)
             return [version.size if version.tag else self._size(rel) for rel, version in versions]
-        if len(rels) >= _LISTED and not isinstance(self._place()[1], HttpBucket):
+        if len(rels) >= _LISTED and not isinstance(self._client_and_bucket()[1], HttpBucket):
             with contextlib.suppress(StorageError):
-                known = dict(self.list())
-                return [known[rel] if rel in known else self._size(rel) for rel in rels]
+                listed = dict(self.list())
+                return [listed[rel] if rel in listed else self._size(rel) for rel in rels]
         with self._naming(""):
             try:
                 return [_total(body) for body in self._fetch([self._piece(rel, 0, 1, upto=True) for rel in rels])]
@@ -152,11 +152,11 @@ class RemoteStore(Rooted):
         return self._read_all(wanted) if cached is None else cached
 
     def _read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]]:
-        spans = [merged(offsets, lengths) for _, offsets, lengths in wanted]
-        bucket = self._place()[1]
+        reads = [merged(offsets, lengths) for _, offsets, lengths in wanted]
+        bucket = self._client_and_bucket()[1]
         pieces = [
             RequestedPiece(bucket, self._prefix + rel, start, min(PIECE, high - start), False)
-            for (rel, _, _), here in zip(wanted, spans, strict=True)
+            for (rel, _, _), here in zip(wanted, reads, strict=True)
             for low, high, _ in here
             for start in range(low, high, PIECE)
         ]
@@ -170,7 +170,7 @@ class RemoteStore(Rooted):
             ((rel, offsets, lengths),) = wanted
             self._raise(rel, offsets, lengths, error)
         out = []
-        for (rel, offsets, lengths), here in zip(wanted, spans, strict=True):
+        for (rel, offsets, lengths), here in zip(wanted, reads, strict=True):
             blocks: list[Any] = [b""] * len(offsets)
             for low, high, members in here:
                 parts = [next(bodies) for _ in range(low, high, PIECE)]
@@ -233,18 +233,18 @@ class RemoteStore(Rooted):
                 if version.tag:
                     self._check(rel, version.size, version.tag)
             names = {version.url: rel for version, rel in zip(versions, rels, strict=True)}
-            places: dict[RemoteBlock, list[NeededBytes]] = {}
+            needed: dict[RemoteBlock, list[NeededBytes]] = {}
             for version, (_, offsets, lengths) in zip(versions, wanted, strict=True):
                 for offset, length in zip(offsets, lengths, strict=True):
                     if not version.tag or offset < 0 or length < 0 or offset + length > version.size:
                         self._cache.forget(version.url)
                         return None
                     for n in range(offset // BLOCK, -(-(offset + length) // BLOCK) if length else 0):
-                        span = max(0, offset - n * BLOCK), min(BLOCK, offset + length - n * BLOCK)
-                        places.setdefault((version, n), []).append(span)
+                        bounds = max(0, offset - n * BLOCK), min(BLOCK, offset + length - n * BLOCK)
+                        needed.setdefault((version, n), []).append(bounds)
             try:
                 with self._naming(rels[0] if len(rels) == 1 else ""):
-                    ordered = {place: places[place] for place in sorted(places, key=_where)}
+                    ordered = {block: needed[block] for block in sorted(needed, key=_where)}
                     blocks = self._cache.blocks(ordered, partial(self._blocks, names=names))
             except _Changed as changed:
                 self._cache.forget(changed.url)
@@ -254,15 +254,15 @@ class RemoteStore(Rooted):
                     return None
                 raise
             return [
-                [_cut(blocks, version, *span) for span in zip(offsets, lengths, strict=True)]
+                [_cut(blocks, version, *bounds) for bounds in zip(offsets, lengths, strict=True)]
                 for version, (_, offsets, lengths) in zip(versions, wanted, strict=True)
             ]
         return None
 
-    def _blocks(self, places: Sequence[RemoteBlock], names: dict[str, str]) -> list[bytes]:
+    def _blocks(self, wanted: Sequence[RemoteBlock], names: dict[str, str]) -> list[bytes]:
         """Fetch blocks; adjacent blocks share a request."""
         runs: list[list[RemoteBlock]] = []
-        for version, block in places:
+        for version, block in wanted:
             if runs and runs[-1][-1] == (version, block - 1) and len(runs[-1]) < PIECE // BLOCK:
                 runs[-1].append((version, block))
             else:
@@ -288,7 +288,7 @@ class RemoteStore(Rooted):
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         start = len(self._prefix)
         with self._naming(""):
-            files = [(key[start:], size) for key, size, _ in self._place()[1].list(self._prefix)]
+            files = [(key[start:], size) for key, size, _ in self._client_and_bucket()[1].list(self._prefix)]
         if not files:
             self.check_root()
         return sorted((name, size) for name, size in files if name.endswith(suffix) and not name.endswith("/"))
@@ -299,7 +299,7 @@ class RemoteStore(Rooted):
         Also None for web servers, for buckets that may not be listed, and for listings without ETags.
         """
         start = len(self._prefix)
-        bucket = self._place()[1]
+        bucket = self._client_and_bucket()[1]
         try:
             files = {key[start:]: (size, tag) for key, size, tag in bucket.list(self._prefix, most + 1)}
         except Exception as error:
@@ -310,36 +310,37 @@ class RemoteStore(Rooted):
     def write(self, rel: str, data: bytes) -> None:
         """Write `rel` as a whole: readers see the old content or the new, never a part."""
         with self._naming(rel, f"write {len(data)} bytes"):
-            self._place()[1].put(self._prefix + rel, data)
+            self._client_and_bucket()[1].put(self._prefix + rel, data)
         self._forget(rel)
 
     def put_file(self, path: str, rel: str) -> None:
         """Write a local file to `rel`, replacing any file there as a whole."""
         with self._naming(rel, "write"):
-            self._place()[1].put_file(self._prefix + rel, path)
+            self._client_and_bucket()[1].put_file(self._prefix + rel, path)
         self._forget(rel)
 
     def delete(self, rel: str) -> None:
         with self._naming(rel, "delete"):
-            self._place()[1].delete(self._prefix + rel)
+            self._client_and_bucket()[1].delete(self._prefix + rel)
         self._forget(rel)
 
-    # Asking ----------------------------------------------------------------------------------------------------------
+    # Requests --------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> tuple[Client, Bucket]:
+    def _client_and_bucket(self) -> tuple[Client, Bucket]:
+        """Return the client of this process, and the bucket under the settings that the environment has now."""
         here = self._here()
         settings = store_settings(self._protocol)
-        place = here.get(settings)
-        if place is None:
+        pair = here.get(settings)
+        if pair is None:
             here.clear()
-            place = here[settings] = shared_client(), _bucket(self._protocol, self._bucket_name, settings)
-        return place
+            pair = here[settings] = shared_client(), _bucket(self._protocol, self._bucket_name, settings)
+        return pair
 
     def _piece(self, rel: str, start: int, length: int, *, upto: bool = False) -> RequestedPiece:
-        return RequestedPiece(self._place()[1], self._prefix + rel, start, length, upto)
+        return RequestedPiece(self._client_and_bucket()[1], self._prefix + rel, start, length, upto)
 
     def _fetch(self, pieces: Sequence[RequestedPiece]) -> Sequence[Body]:
-        return self._place()[0].fetch(pieces, self._stalls) if pieces else []
+        return self._client_and_bucket()[0].fetch(pieces, self._stalls) if pieces else []
 
     def _joined(self, rel: str, parts: Sequence[Body]) -> bytes:
         if len({part.version for part in parts}) > 1:
@@ -377,7 +378,7 @@ class RemoteStore(Rooted):
             ) from error
         except Exception as error:
             status, code, said = _provider_answer(error)
-            bucket = self._place()[1].name
+            bucket = self._client_and_bucket()[1].name
             if status in (404, 410) and code in _NO_BUCKET:
                 raise DatasetNotFoundError(
                     f"{self.url(rel)}: {bucket} does not exist ({said}). Check its name."
@@ -445,8 +446,8 @@ class _Changed(EnergonError):  # noqa: N818 - the read starts again
         self.url = url
 
 
-def _where(place: RemoteBlock) -> tuple[str, int]:
-    return place[0].url, place[1]
+def _where(block: RemoteBlock) -> tuple[str, int]:
+    return block[0].url, block[1]
 
 
 def _cut(blocks: dict[RemoteBlock, memoryview], version: Version, offset: int, length: int) -> Any:
@@ -470,8 +471,8 @@ class _Buckets:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.known: weakref.WeakValueDictionary[tuple[str, str, tuple[str | None, ...]], Bucket]
-        self.known = weakref.WeakValueDictionary()
+        self.in_use: weakref.WeakValueDictionary[tuple[str, str, tuple[str | None, ...]], Bucket]
+        self.in_use = weakref.WeakValueDictionary()
 
 
 _buckets = PerProcess(_Buckets)
@@ -482,7 +483,7 @@ def _bucket(protocol: str, name: str, settings: tuple[str | None, ...]) -> Bucke
     signatures."""
     buckets = _buckets()
     with buckets.lock:
-        bucket = buckets.known.get((protocol, name, settings))
+        bucket = buckets.in_use.get((protocol, name, settings))
         if bucket is None:
-            bucket = buckets.known[protocol, name, settings] = BUCKETS[protocol](name)
+            bucket = buckets.in_use[protocol, name, settings] = BUCKETS[protocol](name)
         return bucket

@@ -64,7 +64,8 @@ def install(*, trust_remote_code: bool = False) -> None:
     sys.meta_path.append(NamespaceFinder())
 
 
-# The import hook ------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# The import hook.
 #
 # Builds `megatron.energon` and its modules from the names in `surface`, resolved by `table`. Invariants: the hook
 # handles only `megatron.energon` and its submodules; every other part of the namespace package `megatron`
@@ -155,9 +156,9 @@ class _Maker(Loader):
         name = module_of(module.__name__)
         assert name is not None
         public = set(self._modules[name])
-        known = set(public)
+        names = set(public)
         if not name:  # our own names are found as well, for code that uses both
-            known |= table.OURS
+            names |= table.OURS
         below = f"{name}." if name else ""
         elsewhere = {entry: other for other, entries in reversed(self._modules.items()) for entry in entries}
         commands = {
@@ -168,7 +169,7 @@ class _Maker(Loader):
         children = {other.removeprefix(below) for other in self._modules if other.startswith(below) and other != name}
 
         def look_up(attribute: str) -> Any:
-            if attribute in known:
+            if attribute in names:
                 value = table.resolve(attribute, name)
             elif attribute in children:
                 value = import_module(f"{module.__name__}.{attribute}")
@@ -186,7 +187,7 @@ class _Maker(Loader):
         module.__doc__ = f"`{module.__name__}` as energon_bridge provides it: see docs/reference/compat.md."
         module.__dict__["__all__"] = sorted(public)
         module.__dict__["__getattr__"] = look_up
-        module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *known, *children})
+        module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *names, *children})
 
 
 _HINT = f"megatron-energon {VERSION} has no public name like that either"

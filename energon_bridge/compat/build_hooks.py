@@ -52,6 +52,8 @@ class _Built:
 
     Attributes:
         sources: Of each dataset its number in the mix, its repetitions (None: forever), and its weight, 1 in all.
+        joined: How the datasets are combined.
+        cycled: Whether it repeats without end.
         settings: Fields of `RunSettings`.
         of_cooked: Wrappers with functions of samples before they are encoded, the innermost first.
         encodes: Whether the encoder's own hook encodes samples; if not, functions do.
@@ -143,10 +145,10 @@ def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
         if isinstance(part, RepeatDataset):
             repeats = part.repeats
             part = part.dataset
-        place = _place(part, spec)
-        if place is None:
+        number = _number_in_mix(part, spec)
+        if number is None:
             raise _refused(encoder, f"it put {type(part).__name__} where a dataset of the mix is expected")
-        sources.append((place, repeats, weight / total if total else 0.0))
+        sources.append((number, repeats, weight / total if total else 0.0))
     joined = type(made).__name__ if len(parts) > 1 else ""
     return _Built(
         sources=tuple(sources),
@@ -169,7 +171,7 @@ def _functions(made: Any) -> tuple[list[Any], Any]:
     return wrappers, made
 
 
-def _place(part: Any, spec: DatasetSpec) -> int | None:
+def _number_in_mix(part: Any, spec: DatasetSpec) -> int | None:
     """Return the number of a dataset in the mix, None if it is not part of it."""
     if not isinstance(part, DatasetSpec) or len(part.leaves) != 1:
         return None

@@ -231,7 +231,8 @@ def _shuffled(spec: DatasetSpec, wrapper: ShuffleBufferDataset) -> DatasetSpec:
     return spec.with_settings(shuffle_buffer_size=spec.settings.shuffle_buffer_size + wrapper.size)
 
 
-# Steps ----------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Functions of wrappers, and several of them as one.
 
 
 def step_of(wrapper: MapDataset | FilterDataset | IterMapDataset) -> UserStep:
@@ -291,7 +292,8 @@ def _each(values: Generator[Any], steps: Sequence[UserStep]) -> Generator[Any]:
             yield made
 
 
-# Mixes of built datasets ----------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixes of built datasets.
 
 
 def _check_joinable(wrapper: BlendDataset | ConcatDataset, spec: DatasetSpec, first: Any) -> None:
@@ -321,7 +323,7 @@ def _joined(wrapper: BlendDataset | ConcatDataset) -> DatasetSpec:
     opened = [dataclasses.replace(leaf, occurrence=0) for spec in specs for leaf in spec.leaves]
     leaves = number_leaves(
         [
-            leaf if entry.weight is None else dataclasses.replace(leaf, share=entry.weight)
+            leaf if entry.weight is None else dataclasses.replace(leaf, weight=entry.weight)
             for leaf, entry in zip(opened, mix.leaves, strict=True)
         ]
     )

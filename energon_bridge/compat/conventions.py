@@ -172,12 +172,13 @@ class Dealt:
         self._limit = limit
         self._repeats = repeats
         owners = self._ranks * self._workers
-        shares = []
+        per_owner = []
         before = 0
         for leaf in leaves:
-            shares.append(_shares(leaf.order.num_samples, owners, before % owners))
-            before += leaf.dataset.num_samples  # also those outside of its subset shift the remainders that follow
-        of_owners = np.array(shares, dtype=np.int64).reshape(len(leaves), owners).T
+            per_owner.append(_divided(leaf.order.num_samples, owners, before % owners))
+            # megatron-energon counts all samples of the datasets before, also those outside of their subsets.
+            before += leaf.dataset.num_samples
+        of_owners = np.array(per_owner, dtype=np.int64).reshape(len(leaves), owners).T
         self._starts: list[int] = [0, *np.cumsum(of_owners.sum(axis=1)).tolist()]
         self.draws = PassDraws(leaves=leaves, blend=InTurns(sizes=of_owners), num_draws=self._starts[-1])
         self._turns: dict[int, tuple[IntArray, IntArray]] = {}
@@ -200,14 +201,14 @@ class Dealt:
 
         Workers take turns; one that has no more microbatches is skipped.
         """
-        found = self._turns.get(rank)
-        if found is None:
+        turns = self._turns.get(rank)
+        if turns is None:
             counts = [min(self._batches(rank, worker), self._limit_of(worker)) for worker in range(self._workers)]
             workers = np.repeat(np.arange(self._workers), counts)
             batches = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
             order = np.lexsort((workers, batches))
-            found = self._turns[rank] = workers[order], batches[order]
-        return found
+            turns = self._turns[rank] = workers[order], batches[order]
+        return turns
 
     def steps(self, rank: int) -> int:
         """Return the steps of a rank.
@@ -246,13 +247,13 @@ class Dealt:
         return (draw - self._starts[owner]) * self._workers + owner % self._workers
 
 
-def _shares(samples: int, workers: int, rotation: int) -> list[int]:
+def _divided(samples: int, workers: int, rotation: int) -> list[int]:
     """Return the number of samples of each worker; the remainder goes to workers far apart, from `rotation` on."""
     least, left = divmod(samples, workers)
-    shares = [0] * workers
+    numbers = [0] * workers
     for place, worker in enumerate(_spread(list(range(workers)))):
-        shares[worker] = least + ((place - rotation) % workers < left)
-    return shares
+        numbers[worker] = least + ((place - rotation) % workers < left)
+    return numbers
 
 
 def _spread(numbers: list[int]) -> list[int]:

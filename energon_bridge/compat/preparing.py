@@ -125,8 +125,8 @@ def _split(ratios: Ratios | None, patterns: Patterns | None, *, shuffle: bool) -
         raise ConfigurationError("prepare_dataset: pass either split_parts_ratio or split_parts_patterns")
     if patterns is not None:
         return SplitRule(patterns=tuple(patterns))
-    shares = tuple((name, Fraction(str(share))) for name, share in ratios or ())
-    return SplitRule(ratios=shares, shuffle=shuffle)
+    exact = tuple((name, Fraction(str(ratio))) for name, ratio in ratios or ())
+    return SplitRule(ratios=exact, shuffle=shuffle)
 
 
 def _all_but(folder: str, paths: Iterable[str]) -> str | None:

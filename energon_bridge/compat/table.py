@@ -205,8 +205,8 @@ def _factory(name: str, base: type) -> type:
     """Return the dataset class of a name: derived from the base class, with its sample type if the name implies one."""
     from energon_bridge.core.samples import sample_type_by_name
 
-    known = {} if name in _FACTORIES else {"__sample_type__": sample_type_by_name(name)}
-    return type(name, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **known})
+    attributes = {} if name in _FACTORIES else {"__sample_type__": sample_type_by_name(name)}
+    return type(name, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **attributes})
 
 
 @cache
@@ -246,9 +246,9 @@ def render() -> str:
             same = entry.target == f"{_OURS}:{name}"
             meanings.setdefault(name, {})[module] = _AS_THERE if same else meaning
     rows: dict[str, set[str]] = {}
-    for name, places in meanings.items():
-        differs = len(set(places.values())) > 1
-        for module, meaning in places.items():
+    for name, by_module in meanings.items():
+        differs = len(set(by_module.values())) > 1
+        for module, meaning in by_module.items():
             rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
     listed = {
         meaning: ", ".join(sorted(names, key=lambda name: (name.lower(), name)))
@@ -258,7 +258,8 @@ def render() -> str:
     return "\n".join(["|names|here|", "|---|---|", *lines, "", f"Refused: {listed[_REFUSED]}."]) + "\n"
 
 
-# What to use instead --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# What to use instead.
 #
 # Each text completes the sentence "NAME of megatron-energon has no counterpart in energon_bridge: …". A name without a
 # text of its own gets that of the innermost module it belongs to.
@@ -328,7 +329,8 @@ MODULE_ADVICE = {
 }
 
 
-# Names that raise when used -------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Names that raise when used.
 #
 # Without a counterpart here, they can be imported. Modules may use such a class on import: in annotations, with type
 # arguments, in `isinstance` and as a base. Creating an object, or using an attribute, raises NotProvidedError, which

@@ -83,7 +83,8 @@ class SavableDataset(metaclass=_AnyDataset):
     __advice__ = WRAPPERS_ADVICE
 
 
-# Functions of samples and batches ------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Functions of samples and batches.
 
 
 @dataclass(eq=False, repr=False)
@@ -231,7 +232,8 @@ class WatchdogDataset(Wrapper):
         }
 
 
-# Order, length and mixing --------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Order, length and mixing.
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressReporter(Callback):
-    """Write the training line (loss, speed, share of time spent waiting for data), and record losses in metrics.jsonl.
+    """Write the training line (loss, speed, part of the time that waited for data), and record losses in metrics.jsonl.
 
     Losses stay on the device until they are reported, so that no step waits for the accelerator.
     """
@@ -288,7 +288,8 @@ def _step(line: bytes) -> float:
     return math.inf
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints.
 #
 # Written atomically, the latest ones kept. They are Lightning's own, in `RUN/checkpoints/step-0000200.ckpt`: weights,
 # optimizer, schedule, loops, and the state of the data. They hold only plain types and load with `weights_only=True`.

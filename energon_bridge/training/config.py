@@ -336,7 +336,7 @@ class FeedbackConfig:
             null: the weights stay those of the mix.
         every: Optimizer steps between two changes of the weights.
         step_size: How far one change goes.
-        smoothing: Share of equal weights in the result, from 0 to 1.
+        smoothing: How much of the result is equal weights, from 0 to 1.
     """
 
     reference: str | None = None

@@ -163,17 +163,17 @@ def _build(
 ) -> Any:
     """Make a section of its values; those that are wrong go to `wrong`, and their defaults are taken."""
     types = typing.get_type_hints(cls)
-    known = _fields(cls)
-    passed = data_settings() if cls is DataConfig and not {*values} <= {*known} else {}
+    own = _fields(cls)
+    passed = data_settings() if cls is DataConfig and not {*values} <= {*own} else {}
     kwargs: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        at = _place(name, value, where)
+        at = _where_set(name, value, where)
         try:
             if key in passed:
                 settings[key] = _convert(value, passed[key], name=name, where=at)
-            elif key not in known:
+            elif key not in own:
                 raise UnknownArgumentError(f"{at}: there is no configuration key {name!r}.{key_hint(name)}")
             elif not is_dataclass(types[key]):
                 kwargs[key] = _convert(value, types[key], name=name, where=at)
@@ -182,11 +182,11 @@ def _build(
             else:
                 raise ConfigurationError(f"{at}: {name} is a section and needs keys below it, got {value!r}")
         except ConfigurationError as error:
-            wrong.append((name if key in known or key in passed else prefix, error))
+            wrong.append((name if key in own or key in passed else prefix, error))
     return cls(**kwargs, **({"settings": settings} if settings else {}))
 
 
-def _place(name: str, value: Any, where: str) -> str:
+def _where_set(name: str, value: Any, where: str) -> str:
     """Return where a value was set: in an override, which is named, or in the file."""
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))
@@ -196,13 +196,13 @@ def _place(name: str, value: Any, where: str) -> str:
 
 def key_hint(name: str) -> str:
     """Return the sentence to say about a key that does not exist: the nearest ones, or all that do."""
-    known = _all_keys(RunConfig)
+    keys = _all_keys(RunConfig)
     # The right key in the wrong section is as common as a typo.
-    elsewhere = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    hint = did_you_mean(name, elsewhere, cutoff=0.0) or did_you_mean(name, known, cutoff=0.5)
+    elsewhere = [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    hint = did_you_mean(name, elsewhere, cutoff=0.0) or did_you_mean(name, keys, cutoff=0.5)
     if name.startswith("validation.") and elsewhere == ["data.path"]:
         hint += " Validation reads its split part `val`; a mix has other data under splits: val."
-    return hint or f" Known keys: {', '.join(known)}"
+    return hint or f" Known keys: {', '.join(keys)}"
 
 
 def _all_keys(cls: type, prefix: str = "") -> list[str]:
@@ -234,8 +234,8 @@ def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
             value = str(value)
     if value is None and NoneType in accepted:
         return None
-    if (known := _of_type(value, accepted)) is not None:
-        return known
+    if (converted := _of_type(value, accepted)) is not None:
+        return converted
     wanted = " or ".join("null" if t is NoneType else t.__name__ for t in accepted)
     raise ConfigurationError(f"{where}: {name} must be {wanted}, got {value!r} ({type(value).__name__})")
 

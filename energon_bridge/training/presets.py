@@ -23,7 +23,8 @@ from energon_bridge.models.families import CHATML_TEMPLATE, OMNI_TEMPLATE, QWEN_
 from energon_bridge.models.families.known_families import load_pretrained, model_place
 from energon_bridge.training.config import ModelConfig
 
-# Small models ---------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Small models.
 #
 # Made in code, one for each family. Nothing in their folders says that they are small: the code that loads real models
 # loads them, with the same names in the same places.
@@ -482,23 +483,23 @@ def load_model(
     # Optimizers lose small steps on weights in bfloat16, which is what most are stored in; precision is the trainer's.
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     try:
-        place = model_place(name_or_path)
-        config = AutoConfig.from_pretrained(place)
+        source = model_place(name_or_path)
+        config = AutoConfig.from_pretrained(source)
         config = getattr(config, "thinker_config", config)  # the part of omni models that writes text
         family = None
         image_processor = None
         if config.model_type in PLAIN:
-            tokenizer = AutoTokenizer.from_pretrained(place)
+            tokenizer = AutoTokenizer.from_pretrained(source)
         else:
             # The template of the processor knows images; that of the tokenizer may be the language model's.
-            pretrained = load_pretrained(place)
+            pretrained = load_pretrained(source)
             tokenizer = pretrained.tokenizer
             family = pretrained.family
             tokenizer.chat_template = pretrained.chat_template or tokenizer.chat_template
             image_processor = family.processor if isinstance(family, ProcessorFamily) else None
         if image_processor is None:
-            image_processor = AutoImageProcessor.from_pretrained(place, backend="pil")
-        model = _model(place, config, init, options)
+            image_processor = AutoImageProcessor.from_pretrained(source, backend="pil")
+        model = _model(source, config, init, options)
     except ImportError as error:
         raise ConfigurationError(
             f"cannot load model {name_or_path!r} (model.attn_implementation={attn_implementation}): {error}"
@@ -551,9 +552,9 @@ def export_model(bundle: ModelBundle, folder: Path) -> None:
 
 def _image_token_id(config: Any, tokenizer: Any) -> int:
     ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
-    known = next((token_id for token_id in ids if token_id is not None), None)
-    known = tokenizer.convert_tokens_to_ids(_IMAGE) if known is None else known
-    return -200 if known is None else int(known)
+    token = next((token_id for token_id in ids if token_id is not None), None)
+    token = tokenizer.convert_tokens_to_ids(_IMAGE) if token is None else token
+    return -200 if token is None else int(token)
 
 
 def _image_tokens(config: Any) -> int | None:

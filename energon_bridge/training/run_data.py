@@ -1,4 +1,4 @@
-"""The data of a run: its data module, its costs for balance, what moves the weights of its mix, and a look at it."""
+"""The data of a run: its data module, its costs for balance, what moves the weights of its mix, and its first check."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def _sample_types(data: DataConfig) -> set[type]:
 def _error_policy(data: DataConfig) -> ErrorPolicy:
     """Return the policy of a configuration. Raises ConfigurationError."""
     given = data.error_policy or {}
-    known = [f.name for f in fields(ErrorPolicy)]
-    if unknown := next((name for name in given if name not in known), None):
-        hint = did_you_mean(unknown, known) or f" Known keys: {', '.join(known)}"
+    names = [f.name for f in fields(ErrorPolicy)]
+    if unknown := next((name for name in given if name not in names), None):
+        hint = did_you_mean(unknown, names) or f" Known keys: {', '.join(names)}"
         raise UnknownArgumentError(f"data.error_policy: there is no key {unknown!r}.{hint}")
     return ErrorPolicy(**given)
 
@@ -163,7 +163,7 @@ def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:
         raise ConfigurationError(
             f"feedback.reference={settings.reference}: {config.data.path} is not a mix with weights (blend)"
         )
-    weights = {leaf.dataset.path: float(leaf.share) for leaf in mix.leaves}
+    weights = {leaf.dataset.path: float(leaf.weight) for leaf in mix.leaves}
     if missing := sorted(set(weights) - set(reference)):
         raise ConfigurationError(
             f"feedback.reference={settings.reference} has no loss for {', '.join(missing)}; it has "

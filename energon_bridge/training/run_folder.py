@@ -51,7 +51,7 @@ def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
     """
     described = run_dir / "config.yaml"
     metrics = run_dir / "metrics.jsonl"
-    known = {name for name in _OF_A_RUN if (run_dir / name).exists()}
+    there = {name for name in _OF_A_RUN if (run_dir / name).exists()}
     before = described.read_bytes() if resume and described.exists() else None
     written = metrics.stat().st_mtime_ns if metrics.exists() else 0
     try:
@@ -62,7 +62,7 @@ def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
             raise
         if before is not None:
             described.write_bytes(before)
-        made = {name for name in _OF_A_RUN if (run_dir / name).exists()} - known
+        made = {name for name in _OF_A_RUN if (run_dir / name).exists()} - there
         if made and made <= {"config.yaml", "model"}:
             for name in made:
                 _remove(run_dir / name)

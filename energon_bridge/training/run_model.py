@@ -59,9 +59,8 @@ def load_bundle(config: RunConfig, preset_folder: Path) -> ModelBundle:
     return bundle
 
 
-# The texts of a dataset -----------------------------------------------------------------------------------------------
-#
-# Without its images; a preset's tokenizer is trained on them.
+# ---------------------------------------------------------------------------------------------------------------------
+# The texts of a dataset, without its images; a preset's tokenizer is trained on them.
 
 
 class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
@@ -101,7 +100,8 @@ def dataset_captions(path: str, *, limit: int, split_part: str = "train", **open
     return [text for texts in get_loader(dataset) for text in texts]
 
 
-# Freezing -------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Freezing parts of a model.
 #
 # A pattern is the path of a module (`model.vision_tower`); `*` matches anything, and everything below is frozen too.
 

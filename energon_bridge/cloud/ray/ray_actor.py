@@ -91,8 +91,11 @@ class WorkerActor:
     def __repr__(self) -> str:
         return f"WorkerActor({self._label})"
 
-    def place(self) -> tuple[str, str, tuple[str, bytes, str], dict[str, str]]:
-        """Return the name of the machine, Ray's of the node, its address, token and `machine`, and `versions`."""
+    def node_facts(self) -> tuple[str, str, tuple[str, bytes, str], dict[str, str]]:
+        """Return facts of the node, for the relay.
+
+        They are the name of the host, Ray's id of the node, (address, token, `machine()`), and `versions()`.
+        """
         import ray
 
         address = ray.util.get_node_ip_address(), self._token, machine()
@@ -271,9 +274,9 @@ def show(board: Board, said: Said) -> None:
     content, now = said
     words = board.words
     later = time.monotonic_ns() - now
-    known = [words[at] for at in (BEGUN, SENT, ENDED)]
+    own = [words[at] for at in (BEGUN, SENT, ENDED)]
     board.memory[:] = content
-    words[BEGUN], words[SENT], words[ENDED] = known
+    words[BEGUN], words[SENT], words[ENDED] = own
     if words[SINCE]:
         words[SINCE] = max(1, words[SINCE] + later)
 
@@ -307,8 +310,8 @@ class RelayOutbox(Outbox):
         return places
 
     def _reserved(self, length: int) -> tuple[Place, memoryview]:
-        if self._arena is not None and (found := self._arena.reserve(length)) is not None:
-            return found
+        if self._arena is not None and (reserved := self._arena.reserve(length)) is not None:
+            return reserved
         file = self._new_file(length)
         return MemoryFile(os.getpid(), file, length), memoryview(mmap.mmap(file, length))
 

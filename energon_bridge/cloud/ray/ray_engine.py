@@ -4,7 +4,7 @@ An actor makes what a worker process would, from the same work, and its microbat
 stream is the same to the last bit and any state goes on with any workers. The training process talks to a relay beside
 it (`ray_relay`), one for all loaders of a process, as it would to worker processes; the relay talks to Ray.
 
-Where the cluster has no place for an actor, its worker is a process beside the trainer; so are all of them once the
+Where the cluster has no room for an actor, its worker is a process beside the trainer; so are all of them once the
 cluster is lost, if the options say so.
 """
 
@@ -149,12 +149,12 @@ class RelayProcess:
     def answer(self, kind: str, number: int, seconds: float | None = None) -> tuple[Any, ...] | None:
         """Return the answer to the request about a line; None if there is none within some seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while (found := self._answers.pop((kind, number), None)) is None:
+        while (answer := self._answers.pop((kind, number), None)) is None:
             answer = self._next(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if answer is None:
                 return None
             self._answers[answer[0], answer[1]] = answer[2:]
-        return found
+        return answer
 
     @property
     def moves(self) -> Sequence[int]:
@@ -199,7 +199,7 @@ class RelayProcess:
 
 
 class ActorProcess:
-    """A worker on the cluster, or beside the trainer if there is no place: what the pool knows of its process."""
+    """A worker on the cluster, or beside the trainer if there is no room: what the pool knows of its process."""
 
     def __init__(
         self, relay: RelayProcess | None, number: int, worker: int, link: socket.socket, board: Board, stacks: StackFile
@@ -382,7 +382,7 @@ class RayEngine:
         return min(seconds, _REPLACE_SECONDS) if self._runs else seconds
 
     def settle(self, *, wait: bool = True) -> None:
-        """Wait for the actors that were asked for, and start those workers here that the cluster has no place for.
+        """Wait for the actors that were asked for, and start those workers here that the cluster has no room for.
 
         Raises:
             LoaderError: A node lacks what the work needs.
@@ -425,7 +425,7 @@ class RayEngine:
             )
 
     def move(self, ready: Callable[[], int]) -> int | None:
-        """Return a worker for which the cluster has a better place than it has."""
+        """Return a worker that the cluster would have on a better node; None: none."""
         relay = self._relay
         if relay is None or time.monotonic() < self._look_again or not relay.is_alive:
             return None
@@ -481,7 +481,7 @@ _REFUSED = (
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pools whose workers go on elsewhere: where the engine has a better place for one, and beside one that is slow.
+# Pools whose workers go on elsewhere: where the engine has a better node for one, and beside one that is slow.
 
 
 _CATCH_UP_SECONDS = 5.0
@@ -491,7 +491,7 @@ _MOVE_SECONDS = 60.0
 
 
 class MovingEngine(Engine, Protocol):
-    """An engine that knows of better places.
+    """An engine that may have a better node for a running worker.
 
     Attributes:
         hedge_seconds: Waiting time after which a second worker makes the same; None: never.
@@ -529,7 +529,7 @@ class MovableWorker(Worker):
 
 
 class MovingPool(WorkerPool):
-    """Workers of an engine that has better places for some.
+    """Workers of an engine that may have better nodes for some.
 
     Attributes:
         hedges: How often a second worker was started for a slow one.
@@ -622,7 +622,7 @@ class MovingPool(WorkerPool):
         worker.close()
 
     def _move(self, number: int | None) -> None:
-        """Start a worker where the engine has a better place, beside the one that goes on until then."""
+        """Start a worker where the engine has a better node, beside the one that goes on until then."""
         if number is not None and not self._rivals and time.monotonic() > self._move_again:
             self._rivals[number], self._moving = self._started(number), number
         self._catch_up()

@@ -65,7 +65,11 @@ _NODE_LABEL = "ray.io/node-id"
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Seat:
-    """An actor."""
+    """An actor: Ray's handle, its node and what that says of itself, and the lines that it has.
+
+    `since` is when it was asked for; `leaving`: it gets no further line; `avoids`: it was asked for on other nodes than
+    those that lost an actor.
+    """
 
     actor: Any
     name: str
@@ -120,7 +124,7 @@ class Line:
 
 
 class Relay:
-    """The loop of this process."""
+    """The loop of this process: it waits for requests, commands, frames and events, and does what they ask for."""
 
     def __init__(self, control: socket.socket, options: dict[str, Any]) -> None:
         import ray
@@ -142,9 +146,9 @@ class Relay:
         self._bad: dict[str, float] = {}  # nodes that lost an actor, each avoided until then
         self._waiting: dict[int, Line] = {}  # lines that the trainer makes itself until there is a seat
         self._moves: list[int] = []
-        self._wanted = options["min_actors"]
-        self._depths: dict[str, tuple[float, float]] = {}
-        self._scaled = [time.monotonic()] * 2
+        self._wanted = options["min_actors"]  # actors to share; None: each line has its own
+        self._depths: dict[str, tuple[float, float]] = {}  # by loader, how full its queues are (0 to 1), and since when
+        self._scaled = [time.monotonic()] * 2  # since when all queues have been nearly empty, and full
         self._busy = time.monotonic()
         self._looked = 0.0
         self._ask_again = 0.0
@@ -322,13 +326,13 @@ class Relay:
         seat = Seat(actor=actor, name=line.name, since=time.monotonic(), avoids=bool(avoided))
         self._seats.append(seat)
 
-        def there(place: tuple[Any, ...]) -> None:
-            seat.node, seat.node_id, seat.address, seat.versions = place
+        def there(facts: tuple[Any, ...]) -> None:
+            seat.node, seat.node_id, seat.address, seat.versions = facts
             seat.since = time.monotonic()
             for line in list(seat.lines):
                 self._begin(seat, line)
 
-        self._when(actor.place.remote(), there, lambda error: self._lose(seat, error))
+        self._when(actor.node_facts.remote(), there, lambda error: self._lose(seat, error))
         return seat
 
     def _nodes(self) -> list[dict[str, Any]]:
@@ -443,7 +447,7 @@ class Relay:
                 self._forward(line)
 
     def _open_frame(self, line: Line) -> None:
-        """Find places for the bytes of a frame that has begun."""
+        """Take the pickle of a frame, whose front is complete, and reserve places in the arena for its bytes."""
         current, failed, *parts = pickle.loads(line.front[FRAME.size :])
         line.front.clear()
         if current > line.current:
@@ -535,7 +539,7 @@ class Relay:
         line.stacks.close()
         line.seat = line.arena = None
 
-    # Now and then ----------------------------------------------------------------------------------------------------
+    # Every 0.2 seconds -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Look after lines without an actor or with a silent one, and after actors without a line."""

@@ -64,11 +64,11 @@ def target_fields(target: type) -> frozenset[str] | None:
 
 def make_record(fields: Mapping[str, Any], target: type, wrong: type[ConfigurationError] = ConfigurationError) -> Any:
     """Make a record of type `target`. Raises an error of type `wrong` if the fields lack one that it requires."""
-    known = target_fields(target)
-    if known is None:
+    names = target_fields(target)
+    if names is None:
         # The mask is there for whoever sets it, and None says nothing.
         return target({name: value for name, value in fields.items() if name != "__valid__" or value is not None})
-    taken = fields if fields.keys() <= known else {name: value for name, value in fields.items() if name in known}
+    taken = fields if fields.keys() <= names else {name: value for name, value in fields.items() if name in names}
     if not (required := _required_fields(target)) <= taken.keys():
         missing = sorted(required - taken.keys())
         raise wrong(

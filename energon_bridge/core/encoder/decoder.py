@@ -296,8 +296,10 @@ _ARRAYS = frozenset(("npy", "npz", "pth", "safetensors", "ten", "tb", "mp", "msg
 """What the codecs of arrays decode; the registry has them."""
 _PICKLES = ("pkl", "pickle", "pyd")
 _PIECE = 1 << 20
+"""Bytes that are unpacked at a time where a limit holds."""
 _RAW = (bytes, bytearray, memoryview, ByteRange)
 _UNREAD_FROM = 1 << 20
+"""Bytes of a sample from which its parts are read one by one, videos only as far as they are decoded."""
 _INTERPRETER_TRIES = 20
 
 

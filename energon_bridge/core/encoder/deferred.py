@@ -43,15 +43,15 @@ class Deferred:
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:
     """Return the deferred values in a sample's fields, or in lists there, each with a function that replaces it."""
     # Pairs of the function that stores the decoded value in its place, and the deferred value.
-    found: list[tuple[Callable[[Any], None], Deferred]] = []
+    entries: list[tuple[Callable[[Any], None], Deferred]] = []
     for name, value in field_items(sample):
         if isinstance(value, Deferred):
             put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
-            found.append((partial(put, name), value))
+            entries.append((partial(put, name), value))
         elif isinstance(value, list):
             places = (place for place, item in enumerate(value) if isinstance(item, Deferred))
-            found += [(partial(value.__setitem__, place), value[place]) for place in places]
-    return found
+            entries += [(partial(value.__setitem__, place), value[place]) for place in places]
+    return entries
 
 
 def field_items(sample: Any) -> list[tuple[str, Any]]:

@@ -52,10 +52,10 @@ _compiled: Callable[[list[Any]], bytes | None] | None = getattr(_tar, "crc32s", 
 
 def crc32s(pieces: list[Any]) -> np.ndarray:
     """Return the CRC-32 of each of some buffers, uint32."""
-    found = _compiled(pieces) if _compiled is not None else None
-    if found is None:
+    computed = _compiled(pieces) if _compiled is not None else None
+    if computed is None:
         return np.fromiter(map(zlib.crc32, pieces), np.uint32, len(pieces))
-    return np.frombuffer(found, np.uint32)
+    return np.frombuffer(computed, np.uint32)
 
 
 def checksums_path(shard: str) -> str:
@@ -102,19 +102,21 @@ class ShardChecksums:
         """
         low = int(self.firsts[sample])
         high = int(self.firsts[sample + 1])
-        known = {
+        expected = {
             self.names[code]: int(crc) for code, crc in zip(self.codes[low:high], self.parts[low:high], strict=True)
         }
-        found = []
+        differences = []
         if (crc := zlib.crc32(key.encode("utf-8", "surrogateescape"))) != self.keys[sample]:
-            found.append(f"key {key!r}: checksum {crc:08x}, expected {int(self.keys[sample]):08x}")
+            differences.append(f"key {key!r}: checksum {crc:08x}, expected {int(self.keys[sample]):08x}")
         for name, content in parts.items():
-            if name not in known:
-                found.append(f"part {name!r}: not there when the checksums were made, but {', '.join(known)}")
-            elif isinstance(content, bytes | bytearray | memoryview) and (crc := zlib.crc32(content)) != known[name]:
-                found.append(f"part {name!r}: checksum {crc:08x}, expected {known[name]:08x}")
-        missing = known.keys() - parts.keys() if complete else set()
-        return found + [f"part {name!r}: missing, expected checksum {known[name]:08x}" for name in sorted(missing)]
+            if name not in expected:
+                differences.append(f"part {name!r}: not there when the checksums were made, but {', '.join(expected)}")
+            elif isinstance(content, bytes | bytearray | memoryview) and (crc := zlib.crc32(content)) != expected[name]:
+                differences.append(f"part {name!r}: checksum {crc:08x}, expected {expected[name]:08x}")
+        missing = expected.keys() - parts.keys() if complete else set()
+        return differences + [
+            f"part {name!r}: missing, expected checksum {expected[name]:08x}" for name in sorted(missing)
+        ]
 
 
 def read_checksums(store: Store, shard: str, *, count: int, size: int) -> ShardChecksums | None:
@@ -180,7 +182,12 @@ class Verifier:
         self._shards: dict[int, ShardChecksums | None] = {}
 
     def chosen(self, indices: IntArray, epochs: IntArray | None) -> IntArray:
-        """Return the places of the samples to verify, by index and epoch alone, on any ranks and workers."""
+        """Return the places of the samples to verify: by their number and epoch alone, so the same on any ranks.
+
+        Args:
+            indices: Numbers of the samples in the dataset, shape (n,).
+            epochs: Their epochs, shape (n,); None: all 0.
+        """
         if self._all:
             return np.arange(indices.size)
         mixed = indices if epochs is None else indices + epochs
@@ -197,8 +204,8 @@ class Verifier:
             shards: The shard of each, ascending.
             local: The number of each in its shard.
         """
-        found = crc32s(raws)
-        expected = found.copy()
+        computed = crc32s(raws)
+        expected = computed.copy()
         low = 0
         while low < len(shards):
             high = bisect_right(shards, shards[low], low)
@@ -206,9 +213,9 @@ class Verifier:
             if checksums is not None:
                 expected[low:high] = checksums.samples[local[low:high]]
             low = high
-        if found.tobytes() == expected.tobytes():  # numpy takes several times as long to compare a few numbers
+        if computed.tobytes() == expected.tobytes():  # numpy takes several times as long to compare a few numbers
             return []
-        rows = np.flatnonzero(found != expected).tolist()
+        rows = np.flatnonzero(computed != expected).tolist()
         errors = [(row, self._error(raws[row], shards[row], int(local[row]))) for row in rows]
         return [(row, error) for row, error in errors if error is not None]
 
@@ -224,13 +231,13 @@ class Verifier:
     ) -> CorruptShardError | None:
         """Return the error for a sample, by its number in its shard; None if its key and parts fit their checksums."""
         checksums = self.of_shard(shard)
-        found = [] if checksums is None else checksums.differences(sample, key, parts, complete=complete)
-        if not found:
+        differences = [] if checksums is None else checksums.differences(sample, key, parts, complete=complete)
+        if not differences:
             return None
         name = self._dataset.shard_names[shard]
         return CorruptShardError(
-            f"{self._dataset.store.url(name)}: sample {sample}, key {key!r}: {'; '.join(found)}. The bytes are not "
-            "those that the checksums were made of: copy the shard again. If it was changed on purpose: energon "
+            f"{self._dataset.store.url(name)}: sample {sample}, key {key!r}: {'; '.join(differences)}. The bytes are "
+            "not those that the checksums were made of: copy the shard again. If it was changed on purpose: energon "
             f"prepare {self._dataset.path} --checksums"
         )
 
@@ -241,15 +248,15 @@ class Verifier:
             name = dataset.shard_names[shard]
             count = int(dataset.shard_counts[shard])
             size = int(dataset.shard_sizes[shard])
-            found = None
+            checksums = None
             why = f"no checksums: energon prepare {dataset.path} --checksums"
             try:
-                found = read_checksums(dataset.store, name, count=count, size=size)
+                checksums = read_checksums(dataset.store, name, count=count, size=size)
             except MetadataError as error:
                 why = str(error)
-            if found is None and None not in self._shards.values():
+            if checksums is None and None not in self._shards.values():
                 logger.warning("%s: shards are read unverified, the first is %s: %s", dataset.path, name, why)
-            self._shards[shard] = found
+            self._shards[shard] = checksums
         return self._shards[shard]
 
 

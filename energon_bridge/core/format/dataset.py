@@ -154,7 +154,10 @@ def read_prepared(
 
 
 class SplitFacts(NamedTuple):
-    """What opening finds out of a split part; `counts`, `sizes` and `times` have an entry per shard."""
+    """What opening finds out of a split part: per shard, samples, bytes and modification time (ns; None: no times).
+
+    `excluded` has (shard, key) of each excluded sample.
+    """
 
     shards: Sequence[str]
     counts: Sequence[int]
@@ -251,6 +254,7 @@ def check_counts(dataset: PreparedDataset) -> None:
 
 
 def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_part: str) -> int:
+    """Return the number of samples of a shard; raises MetadataError if the dataset has none of that name."""
     if leads_out(shard):
         raise MetadataError(f"{where}, field `split_parts.{split_part}`: {shard!r} is outside of the dataset.")
     count = info.shard_counts.get(shard)

@@ -3,7 +3,7 @@
 Form A names a `sample_type: {__module__, __class__}`, form B a dataset class of energon by `__module__` and `__class__`
 (`CrudeWebdataset`, `StandardWebdatasetFactory`, the old `CaptioningWebdataset` and its like). Both take exactly one of
 `field_map` and `sample_loader` (with `part_filter`), `subflavors`, and `split_config`, the split file in `.nv-meta`
-that goes with it, whatever a caller asks for. Source: reference section 1.8.
+that goes with it, whatever a caller asks for. Both forms are those of Megatron Energon 7.4.
 
 Invariant: names of `megatron.energon` and `energon_bridge` resolve through the registry of sample types; nothing is
 imported unless the caller trusts the dataset. What came from code is never shared between datasets.
@@ -163,7 +163,7 @@ def _read_form(document: DocumentValue, *, store: Store, trust: bool) -> SampleF
 
 
 def _class_code(document: DocumentValue, *, store: Store, trust: bool) -> Any:
-    """Return the code of a dataset class that has its own; None for any other dataset.
+    """Return the sample loader of a dataset class that brings code of its own; None for any other dataset.
 
     Only classes written for `megatron.energon` as this package provides it (`compat`) have such code.
     """
@@ -252,6 +252,7 @@ def _field_map(document: DocumentValue, sample_type: type, *, crude: bool) -> Fi
 def _code(
     document: DocumentValue, *, store: Store, crude: bool, trust: bool
 ) -> tuple[Callable[[dict[str, Any]], dict[str, Any]] | None, PartFilter | None]:
+    """Return the `sample_loader` and the `part_filter` of a dataset.yaml, loaded if they are functions."""
     function = None
     loader = None if crude else document.text("sample_loader")
     if loader is not None:

@@ -2,7 +2,7 @@
 
 Grammar of one access: alternatives separated by commas, tried from left to right; each is a part name followed by any
 number of `[step]`, a step being a key of a mapping or an index of a list: `jpg,png`, `json[caption]`, `json[a][0]`.
-Source: reference section 1.8.
+It is that of Megatron Energon 7.4.
 """
 
 from __future__ import annotations

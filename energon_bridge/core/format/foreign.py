@@ -1,6 +1,7 @@
 """Datasets in formats that are not ours, such as tables: their samples are rows, read by number.
 
-A format is in another room, where it registers as a `dataset` by the ends of its files' names (`registry.toml`).
+The formats are other products' (`tools/convert/`): each is a `dataset` in `registry.toml`, by the ends of its files'
+names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Location = str | os.PathLike[str]
 
 @dataclass(slots=True, eq=False)
 class ForeignRow:
-    """A row that has been read: its key, its parts (to decode, if a memoryview), and the accesses of its fields."""
+    """A row that was read: its key; its parts, of which a memoryview is to be decoded; fields, as in a field map."""
 
     key: str
     parts: dict[str, Any]
@@ -51,9 +52,9 @@ class ForeignDataset(PreparedDataset):
     """The rows of some files.
 
     Attributes:
-        columns: All columns.
-        group_rows: Rows of the largest group, which is read as a whole; 0 if rows can be read one by one.
-        fields: Where fields come from, as far as all rows agree.
+        columns: The names of all columns.
+        group_rows: Rows of the largest row group, which is read as a whole; 0 if rows can be read one by one.
+        fields: The access (`field_map`) of each field, as far as all rows agree.
         seen_ends: A hash of the end of each shard, if opening read it; 0 or nothing: it did not.
         withheld: Columns that say that some rows are not to be learned, each with the complaint about their being read
             without a filter that names it.

@@ -146,8 +146,8 @@ class _Line:
         index: Its key index.
         nonmatch: What to do with rows that it has no sample for.
         numbers: For each shard of the line: its number in `.info.json` and in the key index.
-        firsts: For each shard of the line: its place.
-        starts: For each shard of `.info.json`: its place on the line, -1 if it is not in the split part.
+        firsts: For each shard of the line: the place of its first sample.
+        starts: For each shard of `.info.json`: the place of its first sample, -1 if it is not in the split part.
         counts: For each shard of `.info.json`: its number of samples.
         excluded: Places of the excluded samples, sorted.
     """
@@ -161,7 +161,10 @@ class _Line:
     excluded: IntArray
 
     def places(self, shards: IntArray, locals_: IntArray) -> IntArray:
-        """Return the places of samples; -1 for those that are missing (-1, -1), excluded or in another split part."""
+        """Return the places of samples, given by shard number and number in the shard.
+
+        -1 for those that are missing (given as -1, -1), excluded or in another split part. Shape (samples,), all three.
+        """
         shards = np.where(shards < self.counts.size, shards, -1)  # rows of an unfinished run count as missing
         if ((shards >= 0) & (locals_ >= self.counts[shards])).any():
             raise stale_key_index(self.index.dataset)
@@ -171,7 +174,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JoinedRows:
-    """The rows of a shard of the primary; for each dataset, how many keys it lacks, and some of them."""
+    """The rows of a shard of the primary, shape (rows, datasets); of each dataset, how many keys it lacks, and some."""
 
     rows: IntArray
     missing: list[int]
@@ -195,9 +198,9 @@ def find_rows(parts: Sequence[JoinPart], *, num_workers: int = 1, progress: Prog
         with closing(map_shards(partial(_join_shards, lines), runs, num_workers=num_workers)) as results:
             for run, shards in zip(runs, results, strict=True):
                 for shard in shards:
-                    for place, count in enumerate(shard.missing):
-                        missing[place] += count
-                        keys[place] += shard.keys[place][: _NAMED_KEYS - len(keys[place])]
+                    for number, count in enumerate(shard.missing):
+                        missing[number] += count
+                        keys[number] += shard.keys[number][: _NAMED_KEYS - len(keys[number])]
                 yield np.concatenate([shard.rows for shard in shards])
                 progress(run.stop, runs[-1].stop)
     for part, count, some in zip(parts, missing, keys, strict=True):
@@ -214,7 +217,7 @@ def _runs(counts: IntArray, num_workers: int) -> list[range]:
     """Cut shards into runs of about equal numbers of samples, several for each process."""
     ends = np.cumsum(counts)
     pieces = max(4 * num_workers, int(ends[-1]) // _RUN_SAMPLES)
-    # The shard with which each piece reaches its share of all samples; large shards may end several pieces at once.
+    # The shard at which each piece ends, counted in samples; large shards may end several pieces at once.
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces, side="left") + 1
     edges = np.unique([0, *cuts.tolist(), ends.size])
     return [range(low, high) for low, high in pairwise(edges.tolist())]
@@ -245,12 +248,12 @@ def _excluded(dataset: PreparedDataset, index: KeyIndex, numbers: IntArray, firs
         return np.empty(0, dtype=np.int64)
     excluded = sorted(dataset.excluded)
     places: list[int] = []
-    for (shard, _), place in zip(excluded, find_keys(index, [key for _, key in excluded]), strict=True):
-        if place is None:
+    for (shard, _), located in zip(excluded, find_keys(index, [key for _, key in excluded]), strict=True):
+        if located is None:
             continue
-        for position in np.flatnonzero(numbers == place[0]).tolist():  # several only if the split lists a shard twice
-            if dataset.shard_names[position] == shard:
-                places.append(int(firsts[position]) + place[1])
+        for on_line in np.flatnonzero(numbers == located[0]).tolist():  # several only if the split lists a shard twice
+            if dataset.shard_names[on_line] == shard:
+                places.append(int(firsts[on_line]) + located[1])
     return np.array(sorted(places), dtype=np.int64)
 
 
@@ -266,23 +269,23 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _JoinedRows:
     start = int(primary.firsts[shard])
     rows = np.empty((count, len(lines)), dtype=np.int64)
     rows[:, 0] = np.arange(start, start + count)
-    for place, line in enumerate(lines[1:], start=1):
+    for column, line in enumerate(lines[1:], start=1):
         matched = matches(primary.index, line.index, number)
         if not np.array_equal(matched[:, 0], np.arange(count)):
             raise stale_key_index(primary.index.dataset)
-        rows[:, place] = line.places(matched[:, 1], matched[:, 2])
+        rows[:, column] = line.places(matched[:, 1], matched[:, 2])
     kept = ~np.isin(rows[:, 0], primary.excluded)
-    for place, line in enumerate(lines):
+    for column, line in enumerate(lines):
         if line.nonmatch == "skip":
-            kept &= rows[:, place] >= 0
+            kept &= rows[:, column] >= 0
     missing = [0] * len(lines)
     keys: list[list[str]] = [[] for _ in lines]
-    for place, line in enumerate(lines):
+    for column, line in enumerate(lines):
         if line.nonmatch == "error":
-            bad = np.flatnonzero(kept & (rows[:, place] < 0))
-            missing[place] = bad.size
+            bad = np.flatnonzero(kept & (rows[:, column] < 0))
+            missing[column] = bad.size
             if bad.size:
-                keys[place] = keys_at(primary.index, number, bad[:_NAMED_KEYS].tolist())
+                keys[column] = keys_at(primary.index, number, bad[:_NAMED_KEYS].tolist())
     return _JoinedRows(rows=rows[kept], missing=missing, keys=keys)
 
 
@@ -425,6 +428,7 @@ def _load(path: str, key: bytes, parts: Sequence[JoinPart]) -> JoinIndex | None:
 
 
 def _mapped(file: BinaryIO, key: bytes, parts: Sequence[JoinPart], *, path: str | None) -> JoinIndex | None:
+    """Map the rows of an open file into memory, after a check of all of it; None if it is damaged or of other data."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     header = file.read(_HEADER.size)

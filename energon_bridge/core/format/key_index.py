@@ -2,7 +2,7 @@
 
 Tables `samples(tar_file_id, sample_key UNIQUE, sample_index, byte_offset, byte_size)` and `sample_parts(tar_file_id,
 sample_index, part_name, content_byte_offset, content_byte_size)` with three indexes; a tar_file_id is the position of
-the shard in `.info.json`. Schema and names: reference section 1.5.
+the shard in `.info.json`. Schema and names are those of Megatron Energon 7.4.
 
 Invariant: whoever reads a local index finds the state before or after a run that adds keys to it in place (one
 transaction of sqlite). Readers open it with sqlite's locks; one that was killed in its transaction leaves a journal
@@ -399,8 +399,8 @@ class KeyIndexWriter:
             dropped = (f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media)
             self._continue(old.path, len(shards), _NEW, *dropped)
             return
-        places = {shard: number for number, shard in enumerate(self._shards)}
-        moves = [(number, places[shard]) for number, shard in enumerate(shards) if shard in kept]
+        new_numbers = {shard: number for number, shard in enumerate(self._shards)}
+        moves = [(number, new_numbers[shard]) for number, shard in enumerate(shards) if shard in kept]
         self.connection.execute("CREATE TEMP TABLE moves(old INTEGER PRIMARY KEY, new INTEGER)")
         self.connection.executemany("INSERT INTO moves VALUES (?, ?)", moves)
         with self._reading(old.path):

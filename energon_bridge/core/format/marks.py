@@ -6,9 +6,9 @@ although names, counts and sizes fit.
 
 The mark of a table hashes the last 64 KiB of each parquet file: all of a small one, and the footer, which has the least
 and greatest value of each column in each row group. That of arrow and JSONL files and indexes of Megatron hashes the
-first 64 KiB, too. That of prepared tars hashes the offsets of samples in their indexes, of local ones only; 1,000
-shards at most are looked at.
-What a mark does not cover (the middle of a large file, a tar with samples of the same sizes) only checksums tell.
+first 64 KiB, too. That of prepared tars hashes the offsets of samples in their indexes, of local ones only, and only in
+mixes of at most 1,000 such shards. What a mark does not cover (the middle of a large file, a tar with samples of the
+same sizes) only checksums tell.
 """
 
 from __future__ import annotations

@@ -140,9 +140,9 @@ def load_codec(codec: str) -> None:
 
 def missing_package(head: bytes, name: str = "") -> str | None:
     """Return the package that an image needs and that is not there, by its first bytes, or else by its name."""
-    known = format_by_head(head) or BY_EXTENSION.get(name.rpartition(".")[2].lower())
+    media_format = format_by_head(head) or BY_EXTENSION.get(name.rpartition(".")[2].lower())
     try:
-        load_codec("" if known is None else known.codec)
+        load_codec("" if media_format is None else media_format.codec)
     except MissingCodecError as error:
         return str(error)
     return None
@@ -202,20 +202,20 @@ def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
 
 def kind_by_name(name: str) -> MediaKind | None:
     """Return the kind of a file by the extension of its name."""
-    known = BY_EXTENSION.get(name.rpartition(".")[2].lower())
-    return None if known is None else known.kind
+    media_format = BY_EXTENSION.get(name.rpartition(".")[2].lower())
+    return None if media_format is None else media_format.kind
 
 
 def kind_by_head(head: bytes) -> MediaKind | None:
     """Return the kind of a file by its first bytes."""
-    known = format_by_head(head)
-    return None if known is None else known.kind
+    media_format = format_by_head(head)
+    return None if media_format is None else media_format.kind
 
 
 def extension_by_head(head: bytes) -> str | None:
     """Return the usual extension of a file by its first bytes; None if unknown."""
-    known = format_by_head(head)
-    return None if known is None else known.extensions[0]
+    media_format = format_by_head(head)
+    return None if media_format is None else media_format.extensions[0]
 
 
 BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")

@@ -3,9 +3,7 @@
 `.info.json`: `{"energon_version": str, "shard_counts": {"<relative tar path>": <samples>, ...}}`, indent 2; the order
 of the shards is their number in the key index. `.info.yaml` is the old spelling of the same.
 `split.yaml` (or `.json`): `split_parts: {<name>: [<shard or brace expression>, ...]}` and `exclude: [...]` of shards
-or `<shard>/<sample key>`.
-
-Formats: reference sections 1.3 and 1.7.
+or `<shard>/<sample key>`. The formats are those of Megatron Energon 7.4.
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ def _expand_braced(text: str, opening: int) -> tuple[list[str], int]:
         return _numbers(*match.groups()), closing + 1
     if match := _LETTERS.fullmatch(body):
         first, last, step = match.groups()
-        return [chr(code) for code in _span(ord(first), ord(last), step)], closing + 1
+        return [chr(code) for code in _range(ord(first), ord(last), step)], closing + 1
     alternatives: list[list[str]] = []
     position = opening
     while True:
@@ -114,10 +112,10 @@ def _expand_braced(text: str, opening: int) -> tuple[list[str], int]:
 def _numbers(first: str, last: str, step: str | None) -> list[str]:
     padded = any(len(bound.lstrip("-")) > 1 and bound.lstrip("-").startswith("0") for bound in (first, last))
     width = max(len(first), len(last)) if padded else 0
-    return [f"{number:0{width}d}" for number in _span(int(first), int(last), step)]
+    return [f"{number:0{width}d}" for number in _range(int(first), int(last), step)]
 
 
-def _span(first: int, last: int, step: str | None) -> range:
+def _range(first: int, last: int, step: str | None) -> range:
     stride = abs(int(step or 1)) or 1
     if abs(last - first) // stride >= _MAX_NAMES:
         raise ValueError(f"{first}..{last} expands to more than {_MAX_NAMES:,} names")
@@ -176,9 +174,10 @@ INDEX_UUID = "index.uuid"
 DEFAULT_SPLIT_CONFIG = "split.yaml"
 SPLIT_JSON = "split.json"
 NOTHING: frozenset[tuple[str, str]] = frozenset()
+"""No excluded samples: one object for all datasets of a mix."""
 DEFAULT_DATASET_CONFIG = "dataset.yaml"
-# The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
 CHECKSUMS = ".checksums"
+# The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
 FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
 _MOST_SHOWN = 4
 _MAX_COUNT = 1 << 48
@@ -233,28 +232,28 @@ class Splits:
         """Return the excluded samples of these shards as (shard, key)."""
         if not self.exclude:
             return NOTHING  # one for all: each would take 216 bytes
-        known = set(shards)
+        names = set(shards)
         samples: set[tuple[str, str]] = set()
         for entry in self.exclude:
             slash = entry.find("/")
             while slash >= 0:  # shard names and keys may both hold slashes: try every cut
-                if entry[:slash] in known:
+                if entry[:slash] in names:
                     samples.add((entry[:slash], entry[slash + 1 :]))
                 slash = entry.find("/", slash + 1)
         return frozenset(samples)
 
     def wrong_excludes(self, shards: Collection[str]) -> str | None:
         """Return the error for entries of `exclude` that exclude nothing of a dataset of these shards, if any do."""
-        known = {*shards, *(shard for part in self.parts.values() for shard in part)}
-        wrong = [entry for entry in self.exclude if entry not in known and not self._names_sample(entry, known)]
+        names = {*shards, *(shard for part in self.parts.values() for shard in part)}
+        wrong = [entry for entry in self.exclude if entry not in names and not self._names_sample(entry, names)]
         if not wrong:
             return None
         first = wrong[0]
         more = f" (and {len(wrong) - 1:,} more)" * (len(wrong) > 1)
         shard, tar, key = first.partition(".tar")
-        hint = did_you_mean(shard + tar, known)
+        hint = did_you_mean(shard + tar, names)
         if not hint or not tar:
-            example = min(known, default="shard.tar")
+            example = min(names, default="shard.tar")
             hint = f" Write a shard, {example!r}, or one of its samples, {f'{example}/{key[1:] or first}'!r}."
         what = f"the dataset has no shard {shard + tar!r}" if tar else "it names no shard"
         return f"{self.where}, field `exclude`: {first!r}{more} leaves nothing out: {what}.{hint}"
@@ -350,7 +349,7 @@ def prepared_within(folders: Sequence[str]) -> str:
 def renumbered(store: Store, counts: Mapping[str, int]) -> tuple[str, ...]:
     """Return the files to delete before the shards of a key index are numbered as in `counts`.
 
-    None if every shard keeps its number, since readers with the old numbers then find the same samples.
+    None of them if every shard keeps its number, since readers with the old numbers then find the same samples.
     """
     try:
         kept = list(read_info(store).shard_counts) if store.exists(meta_path(INDEX_SQLITE)) else []

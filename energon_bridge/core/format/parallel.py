@@ -125,12 +125,13 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# Shares of the work, as tasks that a scheduler starts -----------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Tasks: parts of the work that a scheduler starts, such as the jobs of a SLURM array.
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One of `count` equal shares of the shards: every `count`th of them, from shard `number` on."""
+    """One of `count` parts of the work: every `count`th shard, from shard `number` on."""
 
     number: int
     count: int

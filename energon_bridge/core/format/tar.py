@@ -72,7 +72,7 @@ _LONG_NAME, _LONG_TARGET = _LONG_NAMES = b"LK"
 _PAX_EXTENDED = (120, 88)  # "x", and "X" of old Solaris
 _SPARSE = 83  # "S"
 _NAME_ERRORS = "surrogateescape"
-_PLACES = "header", "content", "end"  # of a member, as offsets
+_OFFSETS = "header", "content", "end"  # of a member, as offsets
 
 
 class Member(NamedTuple):
@@ -360,8 +360,8 @@ def open_sample(
     for names, member in _members(sample.size, lambda at: _member_at(sample, at), where):
         name = names[1]
         if parts is None or name in parts:
-            place = sample.offset + member.content
-            part = ByteRange(store=sample.store, rel=sample.rel, offset=place, size=member.size)
+            offset = sample.offset + member.content
+            part = ByteRange(store=sample.store, rel=sample.rel, offset=offset, size=member.size)
             if not member.regular:
                 part = _linked(member, follow, sample.url)
             if name in contents and part.read() != _read(contents[name]):
@@ -383,8 +383,8 @@ def _member_at(sample: ByteRange, position: int) -> Member | None:
         try:
             member = next_member(head, 0, where=sample.url, base=sample.offset + position)
             # `next_member` counted from `head`; positions of the sample are expected.
-            places = {} if member is None else {name: position + getattr(member, name) for name in _PLACES}
-            return member and member._replace(**places)
+            moved = {} if member is None else {name: position + getattr(member, name) for name in _OFFSETS}
+            return member and member._replace(**moved)
         except NeedMoreBytes as more:
             if more.needed > sample.size - position:
                 raise

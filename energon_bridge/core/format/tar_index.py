@@ -91,9 +91,9 @@ def load_index(store: Store, shard: str, *, count: int, size: int, remedy: str) 
 # with its byte offset.
 
 
-_MIN_WINDOW = 4 << 10
-_START_WINDOW = 256 << 10
-_MAX_WINDOW = 2 << 20
+_MIN_READ = 4 << 10
+_START_READ = 256 << 10
+_MAX_READ = 2 << 20
 _MAX_HEADERS = 64 << 20  # bytes of long names in front of one member; more of them is no tar
 _ADLER_MODULUS = 65521
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
@@ -125,13 +125,13 @@ class ShardScan:
 
     def follow(self, store: Store, rel: str) -> Follow | None:
         """Return a function that finds the content of the hard links of this tar; None if it has none."""
-        places = {
+        contents = {
             f"{self.keys[self.part_samples[number]]}.{self.part_names[number]}": ByteRange(
                 store=store, rel=rel, offset=self.part_offsets[number], size=self.part_sizes[number]
             )
             for number in self.linked
         }
-        return _Links(places, store.url(rel)) if places else None
+        return _Links(contents, store.url(rel)) if contents else None
 
     def check(self, *, unseen: bool = False) -> None:
         """Raise the first fault; with `unseen`, the first that reading the samples one by one would not find."""
@@ -148,15 +148,15 @@ class ShardScan:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """The content of each hard link of a tar, by the name of the link; a class, since processes pickle it."""
+    """Finds the content of a hard link of a tar by the name of the link; a class, since processes pickle it."""
 
-    places: Mapping[str, ByteRange]
+    contents: Mapping[str, ByteRange]
     where: str
 
     def __call__(self, member: Member) -> ByteRange:
-        if member.name not in self.places:
+        if member.name not in self.contents:
             raise not_a_file(member, self.where, _NOT_IN_FRONT)
-        return self.places[member.name]
+        return self.contents[member.name]
 
 
 Take = Callable[["ShardScan", int, bytes], None]
@@ -192,7 +192,7 @@ def _scan(store: Store, rel: str, take: Take | None, may_be_empty: bool) -> Shar
     scan = ShardScan()
     others = _Others()
     base = 0
-    window = _START_WINDOW
+    length = _START_READ
     needed = BLOCK
     while True:
         if size - base < needed:
@@ -200,22 +200,22 @@ def _scan(store: Store, rel: str, take: Take | None, may_be_empty: bool) -> Shar
                 _logger.warning("%s: no end-of-archive marker at byte %d; was the copy cut off?", where, base)
                 break
             raise CorruptShardError(f"{where}: cut off at byte {base}: {size - base} bytes are too few for a header.")
-        buffer = store.read_range(rel, base, min(max(window, needed), size - base))
+        buffer = store.read_range(rel, base, min(max(length, needed), size - base))
         before = len(scan.part_names)
         position, needed = _scan_buffer(scan, others, buffer, base=base, size=size, where=where)
         # `position` may lie behind the buffer, after a large member: `take` gets the bytes in between, too.
         if take is not None:
             take(scan, base, buffer[:position])
-            for offset in range(base + len(buffer), base + position, _MAX_WINDOW):
-                take(scan, offset, store.read_range(rel, offset, min(_MAX_WINDOW, base + position - offset)))
+            for offset in range(base + len(buffer), base + position, _MAX_READ):
+                take(scan, offset, store.read_range(rel, offset, min(_MAX_READ, base + position - offset)))
         base += position
         if needed == 0:
             break
         added = len(scan.part_names) - before  # members in this buffer: few of them means that they are large
         if added > 8 or take is not None:
-            window = min(window * 4, _MAX_WINDOW)
+            length = min(length * 4, _MAX_READ)
         elif added < 4:
-            window = max(window // 4, _MIN_WINDOW)
+            length = max(length // 4, _MIN_READ)
     if not scan.keys and not (may_be_empty and not others.files and not others.links):
         raise CorruptShardError(
             f"{where}: no samples before the end of the archive at byte {base}. Leave it out with --exclude "
@@ -326,23 +326,23 @@ def _scan_buffer(
 
 def _follow(scan: ShardScan, others: _Others, where: str) -> None:
     """Give hard links offset and size of their targets, which are in front of them; note all other links as faults."""
-    places: dict[str, list[tuple[int, int]]] = {}
+    contents: dict[str, list[tuple[int, int]]] = {}
     for name, offset, size in others.files:
-        places.setdefault(_path(name), []).append((offset, size))
+        contents.setdefault(_path(name), []).append((offset, size))
     links = {number: (member, start) for number, member, start in others.links}
     dangling: list[int] = []
     for number, sample in enumerate(scan.part_samples):
         name = f"{scan.keys[sample]}.{scan.part_names[number]}"
         if number in links:
             member, start = links[number]
-            targets = [place for place in places.get(_path(member.target), ()) if place[0] <= start]
+            targets = [content for content in contents.get(_path(member.target), ()) if content[0] <= start]
             if not member.is_hard_link or not targets:
                 scan.faults.append((sample, not_a_file(member, where, _NOT_IN_FRONT * member.is_hard_link)))
                 dangling.append(number)
                 continue
             scan.linked.append(number - len(dangling))  # its number once the dangling links are deleted
             scan.part_offsets[number], scan.part_sizes[number] = targets[-1]
-        places.setdefault(_path(name), []).append((scan.part_offsets[number], scan.part_sizes[number]))
+        contents.setdefault(_path(name), []).append((scan.part_offsets[number], scan.part_sizes[number]))
     for number in reversed(dangling):
         del scan.part_samples[number], scan.part_names[number], scan.part_offsets[number], scan.part_sizes[number]
 
@@ -360,11 +360,11 @@ def _find_faults(scan: ShardScan, store: Store, rel: str) -> None:
     parts += np.asarray(scan.part_samples) * len(codes)
     if not np.diff(np.sort(parts)).all():
         seen: dict[tuple[int, str], tuple[int, int]] = {}
-        for sample, part, *place in zip(
+        for sample, part, *content in zip(
             scan.part_samples, scan.part_names, scan.part_offsets, scan.part_sizes, strict=True
         ):
-            first = seen.setdefault((sample, part), (place[0], place[1]))
-            if first[1] != place[1] or store.read_range(rel, *first) != store.read_range(rel, *place):
+            first = seen.setdefault((sample, part), (content[0], content[1]))
+            if first[1] != content[1] or store.read_range(rel, *first) != store.read_range(rel, *content):
                 scan.faults.append((sample, part_twice(where, f"{scan.keys[sample]}.{part}")))
     scan.faults += find_pieces(scan.keys, scan.parts_of, where)
 

@@ -117,7 +117,7 @@ class RunData:
         If they are fractions, epochs differ, and this is the mean. Validation has each sample once.
         """
         repeats = self.mix.mode == "repetitions" and self.kind != "finite"
-        return tuple(leaf.num_samples * (leaf.share if repeats else Fraction(1)) for leaf in self.ordered)
+        return tuple(leaf.num_samples * (leaf.weight if repeats else Fraction(1)) for leaf in self.ordered)
 
     @cached_property
     def grouped(self) -> bool:
@@ -221,7 +221,7 @@ def epochs_by_leaf(data: RunData) -> list[tuple[Fraction, OpenLeaf]]:
     if data.mode == "weights":
         shares = [Fraction(weight) for weight in data.weights.at(0)]
     elif data.mode == "repetitions":
-        shares = [size * leaf.share for size, leaf in zip(shares, data.ordered, strict=True)]
+        shares = [size * leaf.weight for size, leaf in zip(shares, data.ordered, strict=True)]
     total = sum(shares)
     each = zip(shares, data.ordered, strict=True)
     return [(leaf.num_samples * total / share, leaf) for share, leaf in each if share]

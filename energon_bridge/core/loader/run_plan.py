@@ -74,7 +74,7 @@ class RunPlan:
                 "split_part": leaf.dataset.split_part,
                 "num_samples": leaf.order.num_samples,
                 "subset": opened.part,
-                "share": str(opened.share) if shared else "",
+                "share": str(opened.weight) if shared else "",
                 "block": leaf.order.block,
             }
             for opened, leaf in zip(self.data.ordered, self.leaves, strict=True)
@@ -349,7 +349,7 @@ def _blend(data: RunData, leaves: Sequence[Leaf], lanes: int, seed: int, changes
     sequence = tuple(rank[leaf.identity] for leaf in data.leaves) if data.mode == "concat" else None
     return EpochizedBlend(
         samples=tuple(leaf.num_samples for leaf in data.ordered),
-        repetitions=tuple(leaf.share for leaf in data.ordered),
+        repetitions=tuple(leaf.weight for leaf in data.ordered),
         num_lanes=lanes,
         key=key_of("run", seed),
         rotations=tuple(leaf.order.rotation for leaf in leaves),

@@ -22,7 +22,7 @@ from .metadataset import (
 from .opener import (
     DatasetOpener as DatasetOpener,
     MixIndex as MixIndex,
-    place_in_mix as place_in_mix,
+    errors_at as errors_at,
 )
 from .paths import (
     resolve_path as resolve_path,

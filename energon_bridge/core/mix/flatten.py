@@ -1,12 +1,12 @@
 """Flattens the tree of a mix to a list of leaves, each with its share of the draws; of these a run is planned.
 
-Rules (reference section 1.13): in a blend a leaf gets its own weight times `w / sum(w)` of every blend around it; in a
-blend by repetitions the repetitions multiply; the two cannot be nested in one another. A concatenation inside a blend
-is one dataset to it: its leaves form a group that shares one weight by numbers of samples. Inside a blend by
-repetitions its leaves simply take the repetitions around them.
+The rules are those of Megatron Energon 7.4: in a blend a leaf gets its own weight times `w / sum(w)` of every blend
+around it; in a blend by repetitions the repetitions multiply; the two cannot be nested in one another. A concatenation
+inside a blend is one dataset to it: its leaves form a group, which has one weight, divided by their numbers of samples.
+Inside a blend by repetitions its leaves simply take the repetitions around them.
 
-Invariant: constant weights are fractions, so that neither the unit of the weights nor the order of the leaves changes
-the last bit of any of them.
+Invariant: constant weights are fractions, so that neither a factor common to all weights nor the order of the leaves
+changes the last bit of any of them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _check_units(node: TreeNode, unit: str | None) -> None:
 
 
 def _flatten(node: TreeNode, *, groups: Iterator[int]) -> tuple[MixMode, list[MixLeaf]]:
-    """Return mode and leaves of a subtree; `groups` numbers the groups."""
+    """Return the mode of a subtree, and its leaves; `groups` yields the numbers for the groups that share a weight."""
     if isinstance(node, (LeafRef, JoinRef)):
         return "single", [MixLeaf(leaf=node)]
     if not node.children:
@@ -158,20 +158,21 @@ def _flatten(node: TreeNode, *, groups: Iterator[int]) -> tuple[MixMode, list[Mi
 
 
 def _flatten_blend(node: BlendNode, *, groups: Iterator[int]) -> list[MixLeaf]:
+    """Return the leaves below a blend with their weights in it, at global draw 0; these add up to 1."""
     _check_drawable(node)
     weights = [schedule.exact_at(0) for schedule in node.weights]
-    total = sum(weights, Fraction(0)) or Fraction(1)
+    total = sum(weights, Fraction(0)) or Fraction(1)  # all may be 0 now, in a blend whose schedules begin later
     leaves: list[MixLeaf] = []
     for child, weight in zip(node.children, weights, strict=True):
         inner = _nested(node, child, allowed=("single", "weights", "concat"), groups=groups)
-        fraction = weight / total
+        relative = weight / total
         group = None
         if isinstance(child, Concat) and len(inner) > 1:
             group = next(groups)
         for leaf in inner:
-            share = fraction if leaf.weight is None else fraction * leaf.weight
+            effective = relative if leaf.weight is None else relative * leaf.weight
             size_group = leaf.size_group if group is None else group
-            leaves.append(MixLeaf(leaf=leaf.leaf, weight=share, size_group=size_group))
+            leaves.append(MixLeaf(leaf=leaf.leaf, weight=effective, size_group=size_group))
     return leaves
 
 
@@ -195,6 +196,7 @@ _REMEDIES: dict[type, str] = {
 
 
 def _nested(node: TreeNode, child: TreeNode, *, allowed: tuple[str, ...], groups: Iterator[int]) -> list[MixLeaf]:
+    """Return the leaves of a child; raises MetadataError if its mode is none of those that its parent can hold."""
     mode, leaves = _flatten(child, groups=groups)
     if mode not in allowed:
         raise MetadataError(
@@ -219,7 +221,10 @@ def _check_drawable(node: BlendNode) -> None:
 
 
 def _weights(node: TreeNode, global_draw: int) -> list[float]:
-    """Return the effective weights of the leaves of a subtree; sums are rounded once, whatever the order."""
+    """Return the weights of the leaves of a subtree at a global draw; sums are rounded once, whatever the order.
+
+    The leaves of a concatenation have 1 each here: `Mix.weights_at` divides the weight of their group by sizes.
+    """
     if isinstance(node, Concat):
         return [1.0 for child in node.children for _ in _weights(child, global_draw)]
     if not isinstance(node, BlendNode):

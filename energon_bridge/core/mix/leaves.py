@@ -1,4 +1,7 @@
-"""Opens the leaves of a mix, each with its dataset, its samples and its identity."""
+"""Opens the leaves of a mix: of each its dataset or join, which of the samples are in the mix, and its identity.
+
+The identity is what states and the order know a leaf by, so it depends on content and never on paths.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,15 @@ class OpenLeaf:
 
     Args:
         dataset: The opened dataset or join.
-        start, stop: The range of its samples (of a join: rows) in the leaf.
+        start, stop: The samples of the dataset (of a join: its rows) that are in the leaf, as a range.
         share: Its weight (mode "weights"), or its repetitions in a mix epoch.
         occurrence: Its number among the leaves of the mix with the same content.
         shuffle_epochs: Epochs shuffled as one; -1: without end; None keeps the dataset's own order.
         aux: Stores for the cooker of a crude dataset, by name.
         aux_fingerprint: A hash of the contents of `aux`; empty if there is none.
         filter: The expression that its samples fulfil; empty if there is none.
-        kept: With a filter: the numbers of these samples, ascending, shape (num_samples,).
-        amounts: In a blend by amounts: those of its samples (`tools/columns/amounts.py`).
+        kept: With a filter: the numbers in the dataset of the samples that fulfil it, ascending, shape (num_samples,).
+        amounts: In a blend with a `unit`: how much each sample counts, made by `tools/columns/amounts.py`.
 
     Attributes:
         identity: A hash of the leaf's content, independent of its location: 16 hex digits.
@@ -54,7 +57,7 @@ class OpenLeaf:
     dataset: PreparedDataset | JoinedDataset
     start: int
     stop: int
-    share: Fraction = Fraction(1)
+    weight: Fraction = Fraction(1)
     occurrence: int = 0
     shuffle_epochs: int | None = 1
     aux: Mapping[str, AuxRef] = field(default_factory=dict)
@@ -156,12 +159,12 @@ def open_leaves(
         withheld = dataset.withheld if isinstance(dataset, ForeignDataset) else {}
         if fault := next((fault for column, fault in withheld.items() if column not in named), None):
             raise UnknownSplitError(fault)
-        share = entry.weight if entry.repetitions is None else entry.repetitions
+        weight = entry.weight if entry.repetitions is None else entry.repetitions
         leaf = OpenLeaf(
             dataset=dataset,
             start=start,
             stop=stop,
-            share=Fraction(1) if share is None else share,
+            weight=Fraction(1) if weight is None else weight,
             shuffle_epochs=combine_multipliers(shuffle_epochs, ref.shuffle_over_epochs_multiplier),
             aux=aux,
             aux_fingerprint=_aux_fingerprint(aux, where=ref.where),
@@ -184,7 +187,7 @@ def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
 
 
 def _aux_fingerprint(aux: Mapping[str, AuxRef], *, where: str) -> str:
-    """Return a hash of the auxiliary stores of a leaf, empty if it has none.
+    """Return a hash of what is in the auxiliary stores of a leaf, empty if it has none.
 
     It covers the name of each store; for a prepared dataset also its shards and their numbers of samples; for a JSONL
     file the file's own fingerprint. A folder of files counts by name only, since listing all its files would slow the
@@ -204,6 +207,7 @@ def _aux_fingerprint(aux: Mapping[str, AuxRef], *, where: str) -> str:
 
 
 def _content_of_store(ref: AuxRef) -> list[object]:
+    """Return what a store adds to the hash: its kind, and what tells its content (see `_aux_fingerprint`)."""
     if is_jsonl(ref.path) and not ref.is_filesystem:
         return ["jsonl", open_jsonl(ref.path).fingerprint]
     store = open_store(ref.path)

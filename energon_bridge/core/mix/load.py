@@ -79,7 +79,14 @@ def index_of_datasets(mix: Mix, *, split_part: str) -> MixIndex:
 
 
 def _read(source: Any, *, base: str, direct: LeafRef, index: MixIndex, where: str, depth: int) -> TreeNode:
-    """Read one source; `direct` has the settings of datasets named directly, `where` is the place in a Blender."""
+    """Read one source into a tree.
+
+    Args:
+        base: The folder that relative paths are relative to.
+        direct: The settings of datasets that are named by path alone.
+        where: Where it is in a Blender, to begin messages with; empty for the source that a caller gave.
+        depth: How many Blenders are around it.
+    """
     if isinstance(source, (str, os.PathLike)):
         path = resolve_path(os.fspath(source), base=base, where=where or "path of the dataset")
         kind = kind_of_reference(path, where=where) if where else kind_of_source(path)
@@ -120,6 +127,7 @@ def _read(source: Any, *, base: str, direct: LeafRef, index: MixIndex, where: st
 
 
 def _refuse_configs(direct: LeafRef, what: str) -> None:
+    """Raise ConfigurationError if names of configuration files were given for `what` cannot take them."""
     for name in ("dataset_config", "split_config"):
         if getattr(direct, name) is not None:
             raise ConfigurationError(

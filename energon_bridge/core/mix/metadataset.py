@@ -17,7 +17,7 @@ Version 2 (`__module__: megatron.energon`, `__class__: MetadatasetV2`): a split 
 `filter`, which all but a join may have, and `unit`, what the weights of a blend are shares of, are extensions of ours
 too: expressions over columns (`tools/columns/expression.py`).
 
-`path` may be another metadataset. Sources: reference sections 1.12 and 1.13.
+`path` may be another metadataset. Whatever is not an extension is read as Megatron Energon 7.4 reads it.
 
 Invariant: only YAML files are read, never a dataset. Every split of a file is checked; nested files are read only for
 the requested split.
@@ -56,9 +56,9 @@ from energon_bridge.core.mix.tree import (
 from energon_bridge.core.registry import load
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The values of a reference, each read strictly: wrong types are errors that name their place.
+# The values of a reference to a dataset, each read strictly: wrong types are errors that name file and field.
 #
-# Formats: reference sections 1.12 and 1.13. An empty value counts as absent where energon has a default for it.
+# An empty value counts as absent where energon has a default for it.
 
 
 _RESERVED_AUX_NAMES = ("primary", "cache")
@@ -131,16 +131,17 @@ def _read_aux(item: DocumentValue, *, base: str) -> dict[str, AuxRef]:
 
 
 def _aux(value: DocumentValue, *, base: str) -> AuxRef:
+    """Return one store of `aux`, written as a path, as `filesystem://PATH`, or as `{path: ...}` or `{fs_path: ...}`."""
     is_filesystem = False
-    place = value
+    named = value
     if isinstance(value.plain, dict):  # the long form: {path: ...} or {fs_path: ...}
         value.check_keys(("path", "fs_path"))
         if len(value.plain) != 1:
             raise value.wrong("either `path` or `fs_path`")
         key, text = next(iter(value.plain.items()))
         is_filesystem = key == "fs_path"
-        place = DocumentValue(text, value.where, value.field)
-    text = place.string()
+        named = DocumentValue(text, value.where, value.field)
+    text = named.string()
     match = None if is_filesystem else _FILESYSTEM.match(text)
     if match:
         is_filesystem = True
@@ -203,7 +204,7 @@ class Scope:
     Attributes:
         base: The folder that the paths of its file are relative to.
         split_part: The split asked for.
-        index: Reads the files.
+        index: Reads the YAML files, and keeps them for the next start.
         subflavors, multiplier, subsets, filters: Merged so far; subsets from the innermost to the outermost.
         chain: The (file, split) that are being read, from the outermost on.
         is_read: False if a split is only checked; its nested files are then not read.
@@ -229,7 +230,7 @@ def read_metadataset_file(path: str, *, split_part: str, index: MixIndex) -> Tre
 
 
 def _read_file(path: str, *, at: str, split_part: str, outer: Scope) -> TreeNode:
-    """Read a metadataset; `at` is the place of the reference to it, and `outer` what surrounds that."""
+    """Read a metadataset; `at` is the file and field that refer to it, and `outer` the surroundings of that field."""
     step = (path, split_part)
     if step in outer.chain:
         circle = [*outer.chain[outer.chain.index(step) :], step]

@@ -53,7 +53,7 @@ from energon_bridge.core.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls,
 # folder is not writable, or the mix is not a local file, it is in `$XDG_CACHE_HOME/energon_bridge/<hash of the mix>/`
 # (default `~/.cache`). Lines of JSON::
 #
-#     {"format": "energon_bridge.mix_index", "version": [1, 1], "checksum": <blake2b of the lines below>}
+#     {"format": "energon_bridge.mix_index", "version": <see VERSION>, "checksum": <blake2b of the lines below>}
 #     {<hash>: <content of a dataset.yaml>, ...}
 #     [path of a YAML file of the mix, <hash of its bytes>]       <its content>
 #     [path, split part, dataset config, split config]
@@ -61,10 +61,9 @@ from energon_bridge.core.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls,
 #                                                                                                     (one a dataset)
 #
 # The *stamps* of a dataset are `[name, bytes, mtime ns, ctime ns, inode]` of its files in `.nv-meta`, of those in a
-# bucket `[name, bytes, ETag]`, `[name]` for one that is not there. The version is that of the format and that of the
-# fingerprint.
+# bucket `[name, bytes, ETag]`, `[name]` for one that is not there.
 #
-# Invariant: the index changes how fast a mix opens, never what is read. A document is used if the bytes of its file
+# Invariant: the index changes how fast a mix opens, never what is read. The content of a YAML file is used if its bytes
 # have the hash; a dataset if its stamps and the sizes of all its shards are what they were, and else it is opened
 # again. Buckets are asked by listing the folder that all datasets have in common, once. What has code of its own, lies
 # on a web server (which has no listing) or where too many other files lie, or was changed within the last two seconds
@@ -77,6 +76,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "energon_bridge.mix_index"
 VERSION = [3, FINGERPRINT_VERSION]
+"""That of the format of the index, and that of fingerprints, which it holds."""
 MIN_DATASETS = 32
 """Mixes of fewer datasets get no index: they open within milliseconds."""
 _SETTLED_NS = 2_000_000_000
@@ -91,7 +91,11 @@ StampOfFile = list[Any]
 
 
 class IndexEntry(NamedTuple):
-    """The index entry of a dataset; `config` is the content of its dataset.yaml as JSON."""
+    """The index entry of a dataset.
+
+    `config` is the content of its dataset.yaml as JSON, on a line of the file the hash of that. `stamps` are explained
+    above; `doubts` are warnings about its split file.
+    """
 
     stamps: list[StampOfFile]
     shards: list[str]
@@ -124,7 +128,7 @@ class MixIndex:
         # What the file of this start will have: entries that are still valid, and new ones; each with its config.
         self._entries: dict[bytes, tuple[bytes, str]] = {}
         self._changed = False
-        # Files of buckets, with bytes and ETag, and the datasets all of whose files are among them.
+        # By URL, bytes and ETag of each file of the buckets that were listed; and the datasets that lie in these.
         self._listed: dict[str, tuple[int, str]] = {}
         self._is_listed: set[str] = set()
         for folder in self._folders:
@@ -132,7 +136,7 @@ class MixIndex:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is a place for the file."""
+        """Whether there is a folder for the file."""
         return bool(self._folders)
 
     def document(self, path: str) -> Any:
@@ -158,32 +162,32 @@ class MixIndex:
         self._documents[path] = (key, line)
         return value
 
-    def find(self, place: DatasetKey) -> tuple[IndexEntry, list[int]] | None:
+    def find(self, key: DatasetKey) -> tuple[IndexEntry, list[int]] | None:
         """Return the entry of a dataset, and the modification times of its shards (0 in a bucket), if it is valid."""
-        key = _line(place)
-        for line in self._saved.get(key, ()):
-            known = IndexEntry(*json.loads(line))
-            config = known.config
-            known = known._replace(config=self._configs[config])
-            times = self._times_if_current(place[0], known)
+        line_key = _line(key)
+        for line in self._saved.get(line_key, ()):
+            entry = IndexEntry(*json.loads(line))
+            config = entry.config
+            entry = entry._replace(config=self._configs[config])
+            times = self._times_if_current(key[0], entry)
             if times is not None:
-                self._entries[key] = (line, config)
-                return known, times
+                self._entries[line_key] = (line, config)
+                return entry, times
         return None
 
-    def record(self, place: DatasetKey, known: IndexEntry) -> None:
+    def record(self, key: DatasetKey, entry: IndexEntry) -> None:
         """Keep the entry of a dataset, unless it changed so recently that a later change might get the same time."""
-        newest = max((time for stamp in known.stamps for time in stamp[2:4] if isinstance(time, int)), default=0)
+        newest = max((time for stamp in entry.stamps for time in stamp[2:4] if isinstance(time, int)), default=0)
         if newest < time.time_ns() - _SETTLED_NS:
-            config = _hash(known.config.encode())
-            self._configs[config] = known.config
-            self._entries[_line(place)] = (_line(known._replace(config=config)), config)
+            config = _hash(entry.config.encode())
+            self._configs[config] = entry.config
+            self._entries[_line(key)] = (_line(entry._replace(config=config)), config)
             self._changed = True
 
-    def look_up(self, places: Iterable[DatasetKey]) -> None:
+    def look_up(self, keys: Iterable[DatasetKey]) -> None:
         """List the buckets that hold some datasets, so that `find` and `stamps_of` need no request for each."""
         by_bucket: dict[str, list[str]] = {}
-        for path in sorted({place[0] for place in places if "://" in place[0]}):
+        for path in sorted({key[0] for key in keys if "://" in key[0]}):
             by_bucket.setdefault("/".join(path.split("/")[:3]), []).append(path)
         for paths in by_bucket.values():
             store = as_far(open_store(os.path.commonpath(paths).replace(":/", "://", 1)))
@@ -194,12 +198,12 @@ class MixIndex:
                 self._listed.update({store.url(name): version for name, version in versions.items()})
                 self._is_listed.update(paths)
 
-    def stamps_of(self, place: DatasetKey) -> list[StampOfFile]:
-        """Return the stamps of the files that describe a place; empty if they are unavailable.
+    def stamps_of(self, key: DatasetKey) -> list[StampOfFile]:
+        """Return the stamps of the files in `.nv-meta` that describe a dataset; empty if they are unavailable.
 
         Take them before the files are read.
         """
-        path, _, dataset_config, split_config = place
+        path, _, dataset_config, split_config = key
         stamps: list[StampOfFile] = []
         if "://" in path and path not in self._is_listed:
             return stamps
@@ -221,16 +225,16 @@ class MixIndex:
             return [name]
         return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
-    def _times_if_current(self, path: str, known: IndexEntry) -> list[int] | None:
+    def _times_if_current(self, path: str, entry: IndexEntry) -> list[int] | None:
         """Return the modification times of the shards of an entry; None if a file is not what it was."""
         if "://" in path and path not in self._is_listed:
             return None
-        if any(self._stamp(path, stamp[0]) != stamp for stamp in known.stamps):
+        if any(self._stamp(path, stamp[0]) != stamp for stamp in entry.stamps):
             return None
         times = []
-        for shard, size in zip(known.shards, known.sizes, strict=True):
-            found, time_ns = self._size_and_time(f"{path}/{shard}")
-            if found != size:
+        for shard, size in zip(entry.shards, entry.sizes, strict=True):
+            size_now, time_ns = self._size_and_time(f"{path}/{shard}")
+            if size_now != size:
                 return None
             times.append(time_ns)
         return times
@@ -268,7 +272,7 @@ class MixIndex:
 
     def _read(self, path: str) -> None:
         """Read the file line by line: copying it whole would dominate the time of a later start."""
-        known: dict[bytes, list[bytes]] = {}
+        lines_of: dict[bytes, list[bytes]] = {}
         digest = hashlib.blake2b(digest_size=16)
         try:
             with open(path, "rb") as file:
@@ -277,8 +281,8 @@ class MixIndex:
                 configs = {config: _line(value).decode() for config, value in json.loads(first).items()}
                 for line in file:
                     digest.update(line)
-                    key, _, facts = line.rstrip(b"\n").partition(b"\t")
-                    known.setdefault(key, []).append(facts)
+                    key, _, content = line.rstrip(b"\n").partition(b"\t")
+                    lines_of.setdefault(key, []).append(content)
             if head != {"format": FORMAT, "version": VERSION, "checksum": digest.hexdigest()}:
                 raise ValueError("damaged, or of another version")
         except OSError:
@@ -287,14 +291,14 @@ class MixIndex:
             logger.info("%s: rebuilding the index of the mix: %s", path, error)
             return
         self._configs |= configs
-        for key, lines in known.items():
+        for key, lines in lines_of.items():
             self._saved.setdefault(key, []).extend(lines)
 
 
 def index_folders(mix: str) -> tuple[str, ...]:
     """Return the folders for the index of a mix; `mix` is the path or URL of its file, or a text that identifies it."""
-    node = os.path.join(user_cache(), "energon_bridge", _hash(mix.encode()))
-    folders = (f"{mix}.cache", node) if mix.startswith("/") else (node,)
+    in_cache = os.path.join(user_cache(), "energon_bridge", _hash(mix.encode()))
+    folders = (f"{mix}.cache", in_cache) if mix.startswith("/") else (in_cache,)
     return tuple(folder for folder in folders if os.path.isabs(folder))  # not all processes have a home
 
 
@@ -322,8 +326,8 @@ _log_doubt = functools.cache(partial(logger.warning, "%s"))  # once for all spli
 
 
 @contextlib.contextmanager
-def place_in_mix(ref: LeafRef) -> Iterator[None]:
-    """Let errors about a dataset begin with the place where the mix names it."""
+def errors_at(ref: LeafRef) -> Iterator[None]:
+    """Let errors about a dataset begin with the file and field of the mix that name it."""
     try:
         yield
     except DatasetError as error:
@@ -361,35 +365,35 @@ class DatasetOpener:
     def open(self, ref: LeafRef) -> PreparedDataset:
         """Open the prepared dataset, the JSONL file or the foreign dataset of a reference.
 
-        Errors are those of `open_dataset`, `open_jsonl` and `ForeignFormat.open`, after the place in the mix.
+        Errors are those of `open_dataset`, `open_jsonl` and `ForeignFormat.open`, after the file and field of the mix.
         """
-        place = _place(ref)
-        dataset = self._opened.get(place)
+        key = _key_of(ref)
+        dataset = self._opened.get(key)
         if dataset is None:
-            with place_in_mix(ref):
-                dataset = self._opened[place] = self._open(ref, place)
+            with errors_at(ref):
+                dataset = self._opened[key] = self._open(ref, key)
         return dataset
 
-    def _open(self, ref: LeafRef, place: DatasetKey) -> PreparedDataset:
+    def _open(self, ref: LeafRef, key: DatasetKey) -> PreparedDataset:
         if ref.is_jsonl:
             return open_jsonl(ref.path, files=self._files)
         if (foreign := format_named(ref.path)) is not None:
-            return self._foreign(foreign, place)
-        return self._prepared_or_foreign(place)
+            return self._foreign(foreign, key)
+        return self._prepared_or_foreign(key)
 
-    def _prepared_or_foreign(self, place: DatasetKey) -> PreparedDataset:
+    def _prepared_or_foreign(self, key: DatasetKey) -> PreparedDataset:
         try:
-            dataset = self._prepared(place)
+            dataset = self._prepared(key)
         except NotPreparedError:
-            foreign = format_at(place[0])
+            foreign = format_at(key[0])
             if foreign is None:
                 raise
-            return self._foreign(foreign, place)
+            return self._foreign(foreign, key)
         check_counts(dataset)
         return dataset
 
-    def _foreign(self, foreign: ForeignFormat, place: DatasetKey) -> PreparedDataset:
-        dataset = foreign.open(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
+    def _foreign(self, foreign: ForeignFormat, key: DatasetKey) -> PreparedDataset:
+        dataset = foreign.open(key[0], split_part=key[1], dataset_config=key[2], open_files=self._files)
         return with_times(dataset)
 
     def open_ahead(self, refs: Sequence[LeafRef]) -> None:
@@ -399,7 +403,7 @@ class DatasetOpener:
         """
         if self.trust_remote_code:
             return
-        far = {_place(ref): ref for ref in refs if "://" in ref.path and as_far(open_store(ref.path)) is not None}
+        far = {_key_of(ref): ref for ref in refs if "://" in ref.path and as_far(open_store(ref.path)) is not None}
         if len(far) < 2:
             return
         self._index.look_up(far)
@@ -411,15 +415,15 @@ class DatasetOpener:
         with ThreadPoolExecutor(min(_OPENING_THREADS, len(far)), "energon-open") as pool:
             list(pool.map(try_to_open, far.values()))
 
-    def _prepared(self, place: DatasetKey) -> PreparedDataset:
-        path, split_part, dataset_config, split_config = place
+    def _prepared(self, key: DatasetKey) -> PreparedDataset:
+        path, split_part, dataset_config, split_config = key
         store = open_store(path, files=self._files)
-        known = self._index.find(place)
-        if known is not None:
-            for doubt in known[0].doubts:
+        indexed = self._index.find(key)
+        if indexed is not None:
+            for doubt in indexed[0].doubts:
                 self._warn(doubt)
-            return self._from_index(store, place, *known)
-        stamps = self._index.stamps_of(place)
+            return self._from_index(store, key, *indexed)
+        stamps = self._index.stamps_of(key)
         doubts = list[str]()
         dataset, config = read_prepared(
             store,
@@ -433,7 +437,7 @@ class DatasetOpener:
             self._warn(doubt)
         if stamps and not config.form.has_code and config.split_config is None:  # a file that has no stamp
             self._index.record(
-                place,
+                key,
                 IndexEntry(
                     stamps=stamps,
                     shards=list(dataset.shard_names),
@@ -448,20 +452,20 @@ class DatasetOpener:
             )
         return dataset
 
-    def _from_index(self, store: Store, place: DatasetKey, known: IndexEntry, times: list[int]) -> PreparedDataset:
-        config = self._indexed_configs.get(known.config)
-        if config is None:
-            where = store.url(meta_path(place[2]))
-            config = self._configs.build(DocumentValue(json.loads(known.config), where), store=store)
-            self._indexed_configs[known.config] = config
-        excluded = frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING
+    def _from_index(self, store: Store, key: DatasetKey, entry: IndexEntry, times: list[int]) -> PreparedDataset:
+        dataset_config = self._indexed_configs.get(entry.config)
+        if dataset_config is None:
+            where = store.url(meta_path(key[2]))
+            dataset_config = self._configs.build(DocumentValue(json.loads(entry.config), where), store=store)
+            self._indexed_configs[entry.config] = dataset_config
+        excluded = frozenset((shard, key) for shard, key in entry.excluded) if entry.excluded else NOTHING
         facts = SplitFacts(
-            known.shards, known.counts, known.sizes, excluded, known.fingerprint, known.has_checksums, times
+            entry.shards, entry.counts, entry.sizes, excluded, entry.fingerprint, entry.has_checksums, times
         )
-        return prepared(store, config, facts, split_part=place[1], config_name=place[2])
+        return prepared(store, dataset_config, facts, split_part=key[1], config_name=key[2])
 
 
-def _place(ref: LeafRef) -> DatasetKey:
+def _key_of(ref: LeafRef) -> DatasetKey:
     config = ref.dataset_config or DEFAULT_DATASET_CONFIG
     split = ref.split_config or DEFAULT_SPLIT_CONFIG
     return ref.path, ref.split_part, config, split

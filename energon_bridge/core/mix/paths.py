@@ -1,8 +1,8 @@
 """Paths and URLs inside a mix: makes them absolute against their file, and finds out what they name.
 
 Rules: a path that starts with `/` or `scheme://` is absolute, any other is relative to the folder of the file; `.` and
-`..` are resolved in the text, never above the root. `file://` becomes a plain path,
-`rclone://` is the old name of `msc://`, and `dss://NAME@VERSION/path` lies in `$NVDATASET_CACHE_DIR/NAME/VERSION/path`.
+`..` are resolved in the text, never above the root. `file://` becomes a plain path, `rclone://` is the old name of
+`msc://`, and `dss://NAME@VERSION/path` lies in `$NVDATASET_CACHE_DIR/NAME/VERSION/path`.
 """
 
 from __future__ import annotations

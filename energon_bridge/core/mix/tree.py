@@ -1,8 +1,8 @@
 """The tree of a mix: references to datasets and joins at the leaves, blends and concatenations above them; subsets.
 
 Invariant: nodes are plain descriptions. They hold absolute paths and settings already merged along the path from the
-root, never an open file, an index or anything per sample; a tree can be pickled and compared. `where` is the place a
-node was written at; comparisons ignore it.
+root, never an open file, an index or anything per sample; a tree can be pickled and compared. `where` is the file and
+field in which a node was written; comparisons ignore it.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ _EXPECTED = '["25%", "75%"], [100, 200], ["20%", "end"] or [100, "end"]'
 
 
 def parse_subset(value: DocumentValue, *, allow_absolute: bool) -> SubsetRange | None:
-    """Read `{range: [a, b]}`; `allow_absolute` is False above the leaves. Raises MetadataError naming the place."""
+    """Read `{range: [a, b]}`; `allow_absolute` is False above the leaves. Raises MetadataError."""
     if value.plain is None:
         return None
     value.check_keys(("range",), required=("range",))

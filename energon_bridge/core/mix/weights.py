@@ -24,8 +24,8 @@ class MixWeights:
     """The weights of a mix.
 
     Args:
-        sizes: Samples of each leaf, or their amounts in a blend by amounts, in order of the mix.
-        order: For each identity in turn, the place of its leaf in the mix.
+        sizes: Samples of each leaf (in a blend with a `unit`: the sum of their amounts), in the order of the mix.
+        order: For each leaf in the order of identities, its place in the mix. Weights are returned in this order.
     """
 
     mix: Mix
@@ -57,7 +57,7 @@ class MixWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenWeights:
-    """Weights set during the run, one schedule per leaf."""
+    """Weights set during the run, one schedule per leaf, in the order of identities."""
 
     schedules: tuple[WeightSchedule, ...]
 

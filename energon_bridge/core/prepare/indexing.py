@@ -67,7 +67,7 @@ _MANY = 64
 _LARGE_BYTES = 256 << 20
 """A key index of this size is not copied to add some shards: that would take a second."""
 _PART_ADDED = 8
-"""One shard in this number is added in place at most; more would keep readers waiting."""
+"""Shards are added in place if there are at most one for so many that are there; more would keep readers waiting."""
 
 _logger = logging.getLogger(__name__)
 
@@ -76,10 +76,11 @@ _logger = logging.getLogger(__name__)
 class ShardRecord:
     """What is learned of one shard by reading or writing it: all that the indexes need, and what it was made of.
 
-    `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input;
-    `num_failed` of the `skipped` samples failed, the others were not wanted; `num_rejected` answers were left out
-    because others are preferred; `empty` samples have an empty answer; `needed` says which packages would open images
-    that cannot be opened; `checksums` are encoded, empty if not asked for.
+    `media` are rows of the table of media metadata (`format/media.py`); `fields` gives each field of the sample type
+    the accesses (`format/field_map.py`) that its samples used; `skipped` says of each skipped sample why, `num_failed`
+    of them failed, the others were not wanted; `size` is in bytes; `made_of` identifies the input; `num_rejected`
+    answers were not taken because others are preferred to them; `empty` names samples with an empty answer; `needed`
+    says which packages would open images that cannot be opened; `checksums` are encoded, empty if not asked for.
     """
 
     scan: ShardScan = field(default_factory=ShardScan)
@@ -267,16 +268,16 @@ def _index(
     checksums: bool = False,
     progress: Progress,
 ) -> tuple[dict[str, int], tuple[str, ...], Any]:
-    """Stage the indexes of all shards; return samples per shard, all part names, sorted, and the media found."""
-    known = _unchanged(store, shards, earlier, checksums)
-    new = [shard for shard in shards if shard not in known]
+    """Stage the indexes of all shards; return samples per shard, all part names, sorted, and the `IndexedMedia`."""
+    unchanged = _unchanged(store, shards, earlier, checksums)
+    new = [shard for shard in shards if shard not in unchanged]
     counts: dict[str, int] = {}
-    part_names: set[str] = set(earlier.part_names) if earlier is not None and known else set()
+    part_names: set[str] = set(earlier.part_names) if earlier is not None and unchanged else set()
     versions: dict[str, str] = {}
     in_place = None
-    if key_index and media is None and earlier is not None and _takes_in_place(store, earlier, known, len(new)):
+    if key_index and media is None and earlier is not None and _takes_in_place(store, earlier, unchanged, len(new)):
         shards = [*earlier.counts, *new]  # their numbers stay
-        in_place = len(known)
+        in_place = len(unchanged)
     with ExitStack() as stack:
         scan = partial(_scan, store, len(new) >= _MANY, finish, checksums)
         scans = stack.enter_context(closing(map_shards(scan, new, num_workers=num_workers)))
@@ -286,14 +287,14 @@ def _index(
             rel = meta_path(INDEX_SQLITE)
             index = staging.path(rel) if in_place is None else store.url(rel)
             writer = stack.enter_context(KeyIndexWriter(index, shards, in_place=in_place))
-            if in_place is None and earlier is not None and known:
+            if in_place is None and earlier is not None and unchanged:
                 before = find_key_index(store, scratch="")
-                writer.take_over(before, list(earlier.counts), known, media=media is None)
+                writer.take_over(before, list(earlier.counts), unchanged, media=media is None)
         missing: list[str] = []
         for number, shard in enumerate(shards):
-            record = None if shard in known else next(scans)
-            if shard in known:
-                counts[shard] = known[shard]
+            record = None if shard in unchanged else next(scans)
+            if shard in unchanged:
+                counts[shard] = unchanged[shard]
                 versions[shard] = _version(store, shard)
             elif record is None:
                 missing.append(shard)
@@ -323,8 +324,10 @@ def _index(
 
 def _unchanged(store: Store, shards: Sequence[str], earlier: _Earlier | None, checksums: bool) -> dict[str, int]:
     """Return the samples of the shards that were indexed before, and have not changed since."""
-    known = {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
-    return {shard: count for shard, count in known.items() if not checksums or store.exists(checksums_path(shard))}
+    unchanged = (
+        {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
+    )
+    return {shard: count for shard, count in unchanged.items() if not checksums or store.exists(checksums_path(shard))}
 
 
 def _refuse_links(store: Store, shard: str, record: ShardRecord) -> None:
@@ -356,12 +359,12 @@ def _scan(store: Store, keep: bool, find_only: bool, checksums: bool, shard: str
                 return record
     if find_only:
         return None
-    found = ChecksumScan() if checksums else None
-    scan = scan_tar(store, shard, None if found is None else found.take)
+    checksum_scan = ChecksumScan() if checksums else None
+    scan = scan_tar(store, shard, None if checksum_scan is None else checksum_scan.take)
     scan.check()
     record = ShardRecord(scan=scan, made_of=version)
-    if found is not None:
-        record.checksums = found.finish(scan, store.size(shard), partial(store.read_range, shard)).encode()
+    if checksum_scan is not None:
+        record.checksums = checksum_scan.finish(scan, store.size(shard), partial(store.read_range, shard)).encode()
     if keep:
         store.write(name, record.encode())
     return record
@@ -377,7 +380,7 @@ def _version(store: Store, shard: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """An earlier preparation: samples by shard, versions of their tars, and part names."""
+    """An earlier preparation: numbers of samples by shard, versions of the tars (`_version`), and names of parts."""
 
     counts: dict[str, int]
     versions: dict[str, str]
@@ -404,10 +407,10 @@ def _earlier(store: Store, *, key_index: bool) -> _Earlier | None:
         return None
 
 
-def _takes_in_place(store: Store, earlier: _Earlier, known: Mapping[str, int], num_new: int) -> bool:
+def _takes_in_place(store: Store, earlier: _Earlier, unchanged: Mapping[str, int], num_new: int) -> bool:
     """Whether a few new shards come to a large key index whose shards are all as they were; raises KeyIndexError."""
     path = store.url(meta_path(INDEX_SQLITE))
-    if known.keys() != earlier.counts.keys() or _PART_ADDED * num_new > len(known):
+    if unchanged.keys() != earlier.counts.keys() or _PART_ADDED * num_new > len(unchanged):
         return False
     if os.path.getsize(path) < _LARGE_BYTES or not can_add_keys(path):
         return False

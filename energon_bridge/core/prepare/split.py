@@ -1,7 +1,7 @@
 """Find the shards of a dataset, and assign them to split parts, by ratio or by patterns of their names.
 
-By ratio: in the order of the names (or shuffled with a fixed seed), cut at `floor(shards * share so far)`, in exact
-arithmetic, so that the parts together hold every shard. By pattern: a shard may be in several parts or in none.
+By ratio: in the order of the names (or shuffled with a fixed seed), cut at `floor(shards * sum of ratios so far)`, in
+exact arithmetic, so that the parts together hold every shard. By pattern: a shard may be in several parts or in none.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def compile_pattern(pattern: str, *, option: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRule:
-    """Either `ratios` of (part, share) or `patterns` of (part, regular expression with braces)."""
+    """Either `ratios` of (split part, ratio) or `patterns` of (split part, regular expression with braces).
+
+    `shuffle` shuffles the shards, by a seed that never changes, before they are divided by ratio.
+    """
 
     ratios: tuple[tuple[str, Fraction], ...] = ()
     patterns: tuple[tuple[str, str], ...] = ()
@@ -64,16 +67,16 @@ class SplitRule:
 
 
 def parse_ratio(text: str, *, shuffle: bool = False) -> SplitRule:
-    """Read train, val and test shares like `8,1,1` or `0.8, 0.1, 0.1`; raises ConfigurationError."""
+    """Read the ratios of train, val and test, like `8,1,1` or `0.8, 0.1, 0.1`; raises ConfigurationError."""
     try:
-        shares = [Fraction(share.strip()) for share in text.split(",")]
+        ratios = [Fraction(ratio.strip()) for ratio in text.split(",")]
     except (ValueError, ZeroDivisionError):
-        shares = []
-    if len(shares) != 3 or min(shares) < 0 or sum(shares) == 0:
+        ratios = []
+    if len(ratios) != 3 or min(ratios) < 0 or sum(ratios) == 0:
         raise ConfigurationError(
             f"split ratio {text!r}: expected three numbers for train, val and test that are not all zero, like 8,1,1."
         )
-    return SplitRule(ratios=tuple(zip(("train", "val", "test"), shares, strict=True)), shuffle=shuffle)
+    return SplitRule(ratios=tuple(zip(("train", "val", "test"), ratios, strict=True)), shuffle=shuffle)
 
 
 def parse_patterns(texts: Sequence[str]) -> SplitRule:
@@ -95,12 +98,12 @@ def split_shards(shards: Sequence[str], rule: SplitRule) -> dict[str, list[str]]
     ordered = list(shards)
     if rule.shuffle:
         random.Random(_SHUFFLE_SEED).shuffle(ordered)
-    total = sum(share for _, share in rule.ratios)
+    total = sum(ratio for _, ratio in rule.ratios)
     parts: dict[str, list[str]] = {}
     so_far = Fraction(0)
     start = 0
-    for name, share in rule.ratios:
-        so_far += share
+    for name, ratio in rule.ratios:
+        so_far += ratio
         end = int(len(ordered) * so_far / total)
         parts[name] = ordered[start:end]
         start = end

@@ -7,7 +7,7 @@ leaves the dataset unchanged; the next run clears the folder of a killed one.
 In a local dataset `moves.json` in that folder says that everything has been written. The next run completes the moves
 of a run that was killed among them, so that it never finds files of two states:
 
-    {"withdraw": [places that were emptied first], "moves": [[name in the folder, place in the dataset]]}
+    {"withdraw": [paths in the dataset that are deleted first], "moves": [[name in the folder, path in the dataset]]}
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOVES = "moves.json"
 
 
 def forget(store: Store, folder: str, suffix: str) -> None:
-    """Remove a folder of what tasks or a stopped run kept for this one, files of that suffix; it may be missing."""
+    """Remove a folder in which tasks or a stopped run kept their results, files of that suffix; it may be missing."""
     if isinstance(store, LocalStore):
         shutil.rmtree(store.url(folder), ignore_errors=True)
         return
@@ -76,7 +76,7 @@ class Staging:
     def commit(self, *, withdraw: Sequence[str] = ()) -> None:
         """Move all files into the dataset, those of `.nv-meta` last.
 
-        While these move, the places `withdraw` are empty until their turn comes.
+        The files `withdraw` are deleted before those of `.nv-meta` move, so that nobody reads old ones beside new ones.
         """
         files = sorted(self._files, key=lambda file: file[1].startswith(f"{META_FOLDER}/"))
         if isinstance(self._store, LocalStore):

@@ -35,6 +35,7 @@ from energon_bridge.core.storage.store import Rooted, changed_file, short_read
 
 _OPEN = os.O_RDONLY | os.O_NONBLOCK  # opening a pipe would block
 _LARGE = 64 << 20
+"""Bytes of a read from which the file's size is asked first."""
 _FILES = (".arrow", ".csv", ".json", ".jsonl", ".parquet", ".tsv", ".yaml", ".yml")
 _PROBED = 32 << 10
 """Local reads from this size on check whether they go to the disk; the check adds 1 us to the 10 of a small read."""
@@ -60,9 +61,9 @@ class _OpenFile:
             raise OSError(errno.EINVAL, f"{kind}, not a file")
         os.set_blocking(self.descriptor, True)
         if inside is not None:
-            place = _real_path(self.descriptor, path)
-            if os.path.commonpath((inside, place)) != inside:
-                raise OSError(errno.EXDEV, f"a symbolic link leads out of the folder, to {place}")
+            real_path = _real_path(self.descriptor, path)
+            if os.path.commonpath((inside, real_path)) != inside:
+                raise OSError(errno.EXDEV, f"a symbolic link leads out of the folder, to {real_path}")
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end `os` may be gone
         if self.descriptor >= 0:
@@ -231,6 +232,7 @@ class LocalStore(Rooted):
         return self._read(rel)
 
     def _way_to_files(self) -> Way:
+        """Return how files are read here (`stalls.way_to`), found out once."""
         way = self._way
         if way is None:
             way = self._way = "direct" if self._files.stalls.seconds is None else way_to(self.root)

@@ -20,20 +20,23 @@ GAP = 32 << 10
 
 
 def merged(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """Return the spans to read for some ranges, in file order: (low, high, numbers of the ranges in it)."""
-    spans: list[tuple[int, int, list[int]]] = []
+    """Return the reads for some ranges, in file order: (low, high, numbers of the ranges in it), bytes `[low, high)`.
+
+    Neighbours with at most `GAP` bytes between them are read together; empty ranges are in no read.
+    """
+    reads: list[tuple[int, int, list[int]]] = []
     for number in sorted(range(len(offsets)), key=offsets.__getitem__):
         low = offsets[number]
         high = offsets[number] + lengths[number]
         if low == high:
             continue
-        if spans and low - spans[-1][1] <= GAP:
-            first, last, members = spans[-1]
+        if reads and low - reads[-1][1] <= GAP:
+            first, last, members = reads[-1]
             members.append(number)
-            spans[-1] = first, max(last, high), members
+            reads[-1] = first, max(last, high), members
         else:
-            spans.append((low, high, [number]))
-    return spans
+            reads.append((low, high, [number]))
+    return reads
 
 
 class RangeReader(io.RawIOBase):
@@ -41,15 +44,15 @@ class RangeReader(io.RawIOBase):
 
     Args:
         source: What to read.
-        known: Parts of a `ByteRange` that are in memory already, each with its position.
+        in_memory: Parts of a `ByteRange` that were read already: (position in the range, bytes) each.
 
     Attributes:
         bytes_read: Bytes handed out so far.
     """
 
-    def __init__(self, source: ByteRange | bytes, known: Sequence[tuple[int, bytes]] = ()) -> None:
+    def __init__(self, source: ByteRange | bytes, in_memory: Sequence[tuple[int, bytes]] = ()) -> None:
         self._source = source
-        self._known = [(start, memoryview(data)) for start, data in known]
+        self._in_memory = [(start, memoryview(data)) for start, data in in_memory]
         self._size = source.size if isinstance(source, ByteRange) else len(source)
         self._at = 0
         self.bytes_read = 0
@@ -77,7 +80,7 @@ class RangeReader(io.RawIOBase):
         source = self._source
         if not isinstance(source, ByteRange):
             return source[at : at + size]
-        for start, data in self._known:
+        for start, data in self._in_memory:
             if start <= at and at + size <= start + len(data):
                 return bytes(data[at - start : at - start + size])
         return source.store.read_range(source.rel, source.offset + at, size)

@@ -106,7 +106,7 @@ class Stalls:
 
 
 def way_to(path: str) -> Way:
-    """Return how to read files below a folder."""
+    """Return how to read files below a folder: "direct", on a "helper" thread, or "probe": as the page cache says."""
     kind = _file_system(path)
     if kind in _NETWORK or kind.startswith("fuse."):
         return "helper"

@@ -145,7 +145,8 @@ def short_read(url: str, *, offset: int, expected: int, got: int) -> StorageErro
 
 @dataclass(slots=True)
 class Requests:
-    """Requests; retries; hedges of slow requests; bytes received; seconds that reads waited.
+    """Counters of reads from storage. Requests; retries; hedges (a second request beside a slow one); bytes received;
+    seconds that reads waited.
 
     Files: attempts to read that took longer than `read_timeout_seconds`. Node cache: hits (blocks on the disk, or
     fetched by another process meanwhile) and their bytes; misses (blocks that this process fetched) and their bytes.

@@ -1,7 +1,7 @@
 """Files by key, for cookers: stores over prepared datasets, folders and JSONL files, and caches for files needed later.
 
-`file_store` has the protocol and the stores; `cache` the lazies (the pool that keeps their files on a local disk until
-the samples that need them are delivered is `cloud/file_cache.py`).
+`file_store` has the protocol and the stores; `cache` has `Lazy`, a file that is read when a later hook asks for it, and
+the protocol of a pool that keeps such files meanwhile (`cloud/file_cache.py` is one, on a local disk).
 
 The names are those of `__init__.pyi`, imported on first use.
 """

@@ -88,7 +88,7 @@ class CachePool(Protocol):
 
 
 class DirectLazy(Lazy):
-    """A file that is read on `get`."""
+    """A file of a store that is read on `get`."""
 
     def __init__(self, ds: FileStore, fname: str) -> None:
         self._ds = ds

@@ -186,7 +186,7 @@ class PrimaryFileStore(StoreAround):
 
 
 def note_source(sample: Any, source: SourceInfo) -> None:
-    """Record the source of a file in a sample, if it has a place for that."""
+    """Record the source of a file in a sample, if it has a field for that."""
     if isinstance(sample, dict) or hasattr(sample, "__sources__"):
         add_source_info(sample, source)
 
@@ -409,6 +409,7 @@ class SystemFileStore(FileStore):
         return SourceInfo(self._store.root, key, self._store.root, (key,))
 
     def _asked(self, ask: Callable[[str], T], key: str) -> T:
+        """Ask the store for something of a file; raises FileNotInStoreError for keys that lead out or are not there."""
         parts = key.split("/")
         if not key or not parts[0] or ".." in parts or "\0" in key:
             raise FileNotInStoreError(
@@ -479,9 +480,9 @@ class WebdatasetFileStore(FileStore):
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
         """Return the bytes of the part `<sample key>.<part>`; raises FileNotInStoreError."""
-        names, shard, place = self._find(key)
-        data = self._store.read_range(shard, place.offset, place.size)
-        if place.is_sample:
+        names, shard, location = self._find(key)
+        data = self._store.read_range(shard, location.offset, location.size)
+        if location.is_sample:
             _, parts = parse_sample(data, where=f"{self._store.url(shard)}: {key!r}")
             if names[1] not in parts:
                 raise FileNotInStoreError(f"{self._store.root}: the sample {names[0]!r} has no part {names[1]!r}")
@@ -490,31 +491,31 @@ class WebdatasetFileStore(FileStore):
 
     def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
         """Return the location of a part's bytes, None if the index has no parts; raises FileNotInStoreError."""
-        _, shard, place = self._find(key)
-        if place.is_sample:
+        _, shard, location = self._find(key)
+        if location.is_sample:
             return None
-        content = ByteRange(store=self._store, rel=shard, offset=place.offset, size=place.size)
+        content = ByteRange(store=self._store, rel=shard, offset=location.offset, size=location.size)
         return content, SourceInfo(self._store.root, key, shard, (key,))
 
     def _find(self, key: str) -> tuple[tuple[str, str], str, PartLocation]:
-        """Return the names of a sample and its part, its shard, and where it is."""
+        """Return key and part name, the name of the shard, and the location of the part in the shard."""
         names = split_member_name(key)
         if names is None:
             raise FileNotInStoreError(
                 f"{self._store.root}: {key!r} is not the key of a part; expected <sample key>.<part>, like 000017.jpg"
             )
-        place = self._index.find(*names)
-        if place is not None and place.shard >= len(self._shards):  # it may have been added since
+        location = self._index.find(*names)
+        if location is not None and location.shard >= len(self._shards):  # it may have been added since
             self._shards = tuple(read_info(self._store).shard_counts)
-        if place is None:
+        if location is None:
             raise FileNotInStoreError(f"{self._store.root}: no sample has the part {key!r}")
-        if place.shard >= len(self._shards):
+        if location.shard >= len(self._shards):
             raise KeyIndexError(
-                f"{self._store.root}: the key index names shard number {place.shard}, but the dataset has "
+                f"{self._store.root}: the key index names shard number {location.shard}, but the dataset has "
                 f"{len(self._shards)}. If an `energon prepare` was killed, run it again; else rebuild the index with "
                 f"`energon prepare --tar-index-only {self._store.root}`."
             )
-        return names, self._shards[place.shard], place
+        return names, self._shards[location.shard], location
 
     def get_path(self) -> str:
         return self._store.root

@@ -29,7 +29,8 @@ from energon_bridge.core.storage import LocalStore, Store, open_store
 from energon_bridge.tools.columns.stored import Column, read_columns, read_numbers
 from energon_bridge.tools.convert.splits import SPLIT_ORDER
 
-_MOST_COUNTED = 10_000_000  # samples whose parts are counted: some seconds
+_MOST_COUNTED = 10_000_000
+"""Samples up to which the parts are counted, which takes some seconds."""
 _MEDIA_NUMBERS = {
     "image": ("width", "height"),
     "av": ("video_duration", "video_fps", "video_width", "video_height", "audio_duration", "audio_sample_rate"),
@@ -179,17 +180,17 @@ def _unknown_keys(store: Store, info: DatasetInfo, splits: Splits) -> set[tuple[
         return set()
     shards = list(info.shard_counts)
     try:
-        places = find_keys(find_key_index(store, scratch=""), [key for _, key in excluded])
+        located = find_keys(find_key_index(store, scratch=""), [key for _, key in excluded])
     except KeyIndexError:
         return set()
-    found = zip(excluded, places, strict=True)
-    return {sample for sample, place in found if place is None or shards[place[0]] != sample[0]}
+    pairs = zip(excluded, located, strict=True)
+    return {sample for sample, at in pairs if at is None or shards[at[0]] != sample[0]}
 
 
-def _new_shards(store: Store, known: Collection[str]) -> tuple[str, ...]:
+def _new_shards(store: Store, prepared: Collection[str]) -> tuple[str, ...]:
     """Return the tars that were added after the dataset was prepared; none if files cannot be listed."""
     try:
-        return tuple(sorted(name for name, _ in store.list((".tar",)) if name not in known))
+        return tuple(sorted(name for name, _ in store.list((".tar",)) if name not in prepared))
     except EnergonError:
         return ()
 
@@ -206,7 +207,7 @@ def _column_numbers(store: Store, columns: Mapping[str, Column]) -> dict[str, Co
 
 
 def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], dict[str, MediaNumbers]]:
-    """Return part types and media from the key index of a local folder; part types alone from `tars.json`."""
+    """Return part types and media from the key index of a local folder; elsewhere, names of parts from `tars.json`."""
     names = _names_of_parts(store)
     if not isinstance(store, LocalStore) or not store.exists(meta_path(INDEX_SQLITE)):
         return names, {}
@@ -312,7 +313,7 @@ def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafS
 
     Raises the errors of metadatasets and of `summarize_dataset`.
     """
-    from energon_bridge.core.mix import JoinRef, load_mix, metadataset_splits, place_in_mix, resolve_path
+    from energon_bridge.core.mix import JoinRef, errors_at, load_mix, metadataset_splits, resolve_path
 
     path = resolve_path(path, base=os.getcwd(), where="PATH")
     datasets: dict[str, DatasetSummary] = {}
@@ -325,7 +326,7 @@ def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafS
                 mixed = f"{float(leaf.repetitions):g} times"
             refs = [entry.leaf for entry in leaf.leaf.entries] if isinstance(leaf.leaf, JoinRef) else [leaf.leaf]
             for number, ref in enumerate(refs):
-                with place_in_mix(ref):
+                with errors_at(ref):
                     if ref.path not in datasets:
                         datasets[ref.path] = summarize_dataset(
                             ref.path,

@@ -54,9 +54,8 @@ def parse_field_map(text: str) -> dict[str, str]:
     return value
 
 
-# First samples --------------------------------------------------------------------------------------------------------
-#
-# What a shard holds, before it has an index.
+# ---------------------------------------------------------------------------------------------------------------------
+# The first samples of a shard, before it has an index.
 
 
 _MAX_SAMPLES = 50

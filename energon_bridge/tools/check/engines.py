@@ -1,4 +1,4 @@
-"""Process shards on a Ray cluster.
+"""Shards worked on by a Ray cluster instead of processes of this machine: an engine for `core/format/parallel.py`.
 
 All machines need to see the dataset at the same path. Shards are independent, and each is written under another name
 and then renamed, so a task that is killed or runs twice does no harm.

@@ -13,6 +13,7 @@ from energon_bridge.core.mix import DatasetOpener, JoinRef, load_mix, metadatase
 from energon_bridge.core.mix.joins import index_folders, join_parts
 
 _OLD_SECONDS = 86400
+"""Age of an unfinished file from which on its writer is taken to be dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

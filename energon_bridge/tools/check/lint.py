@@ -55,6 +55,7 @@ from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
 from energon_bridge.tools.convert.conversations import is_conversation
 
 _READ_AHEAD = 8 << 20
+"""Bytes of samples that are read at once."""
 _ROWS_AT_ONCE = 64
 
 
@@ -100,7 +101,7 @@ class ShardReport:
     """The result for one shard.
 
     `blank` are the keys of samples with an empty text, `raw` of those with bytes in a field of tensors, `turned` of
-    those with an image that is turned, `unopened` of those with a video or sound, where PyAV is not installed.
+    those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed.
     """
 
     shard: str
@@ -133,13 +134,13 @@ def lint_parts(
     store.check_root()
     read_info(store)  # an unprepared dataset is the first error to report
     config = DatasetConfigs(trust_remote_code=trust_remote_code).read(store, dataset_config)
-    known = read_splits(store, config.split_config or split_config)
+    splits = read_splits(store, config.split_config or split_config)
     datasets: list[PreparedDataset] = []
     empty: list[str] = []
-    for part in split_parts or tuple(known.parts):
-        if part not in known.parts:
+    for part in split_parts or tuple(splits.parts):
+        if part not in splits.parts:
             raise UnknownSplitError(
-                f"{known.where}: no split part {part!r}. Known split parts: {', '.join(known.parts)}."
+                f"{splits.where}: no split part {part!r}. Known split parts: {', '.join(splits.parts)}."
             )
         try:
             dataset = open_dataset(
@@ -203,8 +204,8 @@ def lint_mix(
             doubts.update(dict.fromkeys(dataset.withheld.values()))
         return datasets.setdefault((dataset.path, dataset.split_part), dataset)
 
-    known = metadataset_splits(path)
-    for split in split_parts or known:
+    all_splits = metadataset_splits(path)
+    for split in split_parts or all_splits:
         for leaf in load_mix(path, split_part=split).leaves:
             if not isinstance(leaf.leaf, JoinRef):
                 take(leaf.leaf)
@@ -342,10 +343,10 @@ class _ShardCheck:
     def checksums(self) -> ShardChecksums:
         """Return the checksums of the shard; raises MetadataError if there are none."""
         count, size = int(self._dataset.shard_counts[self._shard]), int(self._dataset.shard_sizes[self._shard])
-        found = read_checksums(self._dataset.store, self._name, count=count, size=size)
-        if found is None:
+        checksums = read_checksums(self._dataset.store, self._name, count=count, size=size)
+        if checksums is None:
             raise MetadataError(f"no checksums: energon prepare {self._dataset.path} --checksums --force-overwrite")
-        return found
+        return checksums
 
     def check_rows(self, dataset: ForeignDataset) -> None:
         """Check the rows of a file, such as those of a table."""
@@ -404,10 +405,10 @@ class _ShardCheck:
         if len(keys) == self._num_checked:
             self._check_excluded(excluded, keys)
 
-    def _check_excluded(self, found: set[str], keys: Sequence[str]) -> None:
+    def _check_excluded(self, seen: set[str], keys: Sequence[str]) -> None:
         """Report what the split file excludes of the shard, but was not found among its samples."""
         listed = {key for shard, key in self._dataset.excluded if shard == self._name}
-        for key in sorted(listed - found):
+        for key in sorted(listed - seen):
             hint = did_you_mean(key, keys)
             self.report(
                 MetadataError(f"`exclude` of the split file lists the sample {key!r}, which is not there.{hint}")
@@ -622,7 +623,8 @@ def _check_sample(
     return _has_blank(fields)
 
 
-# Samples as training makes them, outside of a run ---------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples as training makes them, outside of a run.
 
 
 def wanted_parts(dataset: PreparedDataset, parts: Mapping[str, memoryview]) -> dict[str, memoryview]:

@@ -257,7 +257,7 @@ def _stored_results(store: Store, media: MediaFilter, portion: Portion) -> Resul
             f"{store.url(what)}: no task has read it with this filter, or it changed since. Run its task again "
             "(--task NUMBER/COUNT), or run this without --finish."
         ) from None
-    return [(key, known if isinstance(known, str) else (known[0], known[1])) for key, known in results]
+    return [(key, result if isinstance(result, str) else (result[0], result[1])) for key, result in results]
 
 
 def _results_file(store: Store, media: MediaFilter, portion: Portion) -> str:
@@ -301,8 +301,7 @@ def _read_files(store: Store, media: MediaFilter, files: Iterable[_File]) -> Res
     return results
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
-#
+# ---------------------------------------------------------------------------------------------------------------------
 # The metadata of one file; neither images nor frames are decoded. Pillow reads images, from as few bytes as it needs;
 # PyAV, which may not be installed, reads videos and sound. Compressed sound is decoded once to count its samples:
 # nothing else gives the exact number.
@@ -335,8 +334,8 @@ def read_image(data: bytes) -> ImageMetadata:
         return header
     from PIL import Image  # the command line starts without it
 
-    known = format_by_head(data[:HEAD_BYTES])
-    load_codec("" if known is None else known.codec)
+    image_format = format_by_head(data[:HEAD_BYTES])
+    load_codec("" if image_format is None else image_format.codec)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of images so large that they may be decompression bombs
@@ -436,8 +435,8 @@ class MediaFilter:
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
-            known = ", ".join(get_args(Strategy))
-            raise ConfigurationError(f"unknown media filter {self.strategy!r}; known: {known}")
+            strategies = ", ".join(get_args(Strategy))
+            raise ConfigurationError(f"unknown media filter {self.strategy!r}; known: {strategies}")
         if (self.strategy == "GLOB") != bool(self._patterns()):
             raise ConfigurationError(f"the media filter {self.strategy} got the patterns {self.patterns!r}")
 

@@ -47,11 +47,11 @@ def read_quarantine(path: str | os.PathLike[str]) -> list[QuarantinedSample]:
     files += sorted(whole.parent.glob(f"{whole.stem}.rank*{whole.suffix}"))
     if not files:
         raise StorageError(f"{whole}: no such quarantine file, and none of a rank beside it. Check the path")
-    found: dict[Named, QuarantinedSample] = {}
+    samples: dict[Named, QuarantinedSample] = {}
     for file in files:
         for sample in lines_in(file, _parsed):
-            found.setdefault((sample.dataset, sample.index, sample.hook), sample)
-    return sorted(found.values(), key=lambda one: (one.dataset, one.index, one.hook))
+            samples.setdefault((sample.dataset, sample.index, sample.hook), sample)
+    return sorted(samples.values(), key=lambda one: (one.dataset, one.index, one.hook))
 
 
 def quarantine_excludes(samples: Sequence[QuarantinedSample]) -> dict[str, list[str]]:
@@ -67,9 +67,9 @@ def quarantine_excludes(samples: Sequence[QuarantinedSample]) -> dict[str, list[
     for sample in samples:
         if sample.key and sample.size == 1:
             entry = f"{sample.shard}/{sample.key}"
-            known = entries.setdefault(sample.dataset, [])
-            if entry not in known:
-                known.append(entry)
+            own = entries.setdefault(sample.dataset, [])
+            if entry not in own:
+                own.append(entry)
     return entries
 
 

@@ -2,5 +2,6 @@
 
 A verb checks its options, calls the folder of `tools/` (or `core/prepare/`) that does the work, and prints. Begin with
 `main`. `output` prints tables and JSON; `run_options` and `prepare_options` are options that several verbs have,
-`assistant` asks questions. The command starts without torch; only `lint` needs it.
+`assistant` asks the questions of `energon prepare`. The command and its help start without torch: verbs that need it
+import it when they run.
 """

@@ -75,8 +75,8 @@ def ask_dataset_yaml(samples: Sequence[FirstSample], *, exists: bool, name: str)
 
 def ask_field_map(sample_type: type, samples: Sequence[FirstSample]) -> dict[str, str]:
     """Ask for the part of each field of a sample type; an empty answer leaves an optional field out."""
-    known = _part_names(samples)
-    click.echo(f"Choose the part for each field of {sample_type.__name__}. Parts: {', '.join(known)}.")
+    parts = _part_names(samples)
+    click.echo(f"Choose the part for each field of {sample_type.__name__}. Parts: {', '.join(parts)}.")
     click.echo("Write json[caption] for a value inside a part, and jpg,png for the first of several that exists.")
     proposed = _propose_fields(sample_type, samples)
     fields: dict[str, str] = {}

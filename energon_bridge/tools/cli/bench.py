@@ -25,16 +25,17 @@ from energon_bridge.tools.cli.output import format_bytes, print_json, print_tabl
 from energon_bridge.tools.cli.run_options import load_encoder, open_mix, run_options
 
 _WARM_UP = 0.3
-"""Share of each run that is warm-up and not counted."""
+"""Part of each run, from its beginning, that is not counted."""
 _ENOUGH_OF_BEST = 0.95
-"""Share of the best rate that is enough: the fewest workers that reach it are recommended."""
+"""Part of the best rate that is enough: the fewest workers that reach it are recommended."""
 _BUSY = 0.8
+"""Part of the time from which on cores, or a process, count as the limit."""
 _GOOD_FIT = 0.8
 """R² below which fitted weights are doubtful."""
 _LOOKS = 4
-"""How often in a run memory is looked at."""
+"""How often in a run memory is measured."""
 _FEWEST = 8
-"""Batches of each worker, at least, before the last look: by then it has as many waiting as it ever has."""
+"""Batches of each worker, at least, before memory is measured last: by then as many wait as ever will."""
 _CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 
 
@@ -42,10 +43,11 @@ _CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 class Rate:
     """One run: its rate, processor seconds per sample, and seconds per stage and sample.
 
-    `training_cpu` is the share of the time for which the training process itself was busy, `making` that for which
-    workers made microbatches; `cache_hits` and `cache_misses` are blocks of the node's cache. `batch_bytes` and
-    `samples_per_batch` are those of a microbatch. Memory is the most that was seen: of the training process, what each
-    worker adds, and the batches of each worker in shared memory.
+    `training_cpu` is the part of the time for which the training process itself was busy, `making` that for which
+    workers made microbatches, `waiting` that for which they waited for the store; `cache_hits` and `cache_misses` are
+    blocks of the node's cache. `batch_bytes` and `samples_per_batch` are those of a microbatch. Memory, in bytes, is
+    the most that was seen: of the training process, what each worker adds, and the batches of each worker in shared
+    memory.
     """
 
     workers: int
@@ -393,8 +395,8 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
 
 def judge_cluster(cluster: Rate, local: Rate) -> str:
     """Return how workers on a cluster compare with as many processes here, and what limits them."""
-    share = cluster.samples_per_second / local.samples_per_second
-    said = f"{cluster.workers} workers there make {share:.2f} of the samples of {cluster.workers} processes here"
+    ratio = cluster.samples_per_second / local.samples_per_second
+    said = f"{cluster.workers} workers there make {ratio:.2f} of the samples of {cluster.workers} processes here"
     if cluster.making > _BUSY:
         limit = f"making batches ({cluster.making:.0%} of their time): more --num-workers, if it has the cores"
     elif cluster.training_cpu > _BUSY:

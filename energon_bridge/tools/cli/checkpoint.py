@@ -36,7 +36,7 @@ _MAX_SHOWN = 16
 
 
 class _SavedGroup(SuggestingGroup):
-    """Accepts `info` for `show`, as megatron-energon does."""
+    """The verbs of `energon checkpoint`; accepts `info` for `show`, as megatron-energon does."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, "show" if cmd_name == "info" else cmd_name)

@@ -99,7 +99,7 @@ def add(
     energon columns add data/captions words --of mine:count_words
     energon columns add data/captions --hash --task 3/16    a share of the shards, then once --finish
     """
-    share = chosen_task(task, finish=finish)
+    one_task = chosen_task(task, finish=finish)
     chosen: list[tuple[str | None, Any, str, bool]] = []
     if function is not None:
         chosen.append((name, named(function, "--of", "mine:count_words"), function, raw))
@@ -136,17 +136,17 @@ def add(
             decoder=None if model is None else model.decoder,
             num_workers=workers,
             trust_remote_code=trust_remote_code,
-            task=share,
+            task=one_task,
             finish=finish,
             progress=advance,
         )
-    if share is not None:
+    if one_task is not None:
         done = count_of(added.num_samples, "sample")
-        click.echo(f"Task {share}: {done} done. After all tasks, run this with --finish.")
+        click.echo(f"Task {one_task}: {done} done. After all tasks, run this with --finish.")
         return
     again = added.num_samples - added.num_computed
-    known = f", {again:,} of them known before" if again else ""
-    click.echo(f"Added {listed(added.names)} of {count_of(added.num_samples, 'sample')}{known}.")
+    before = f", {again:,} of them known before" if again else ""
+    click.echo(f"Added {listed(added.names)} of {count_of(added.num_samples, 'sample')}{before}.")
     if hashed:
         click.echo(COMPARED)
     if added.num_missing:

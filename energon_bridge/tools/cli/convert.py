@@ -165,7 +165,7 @@ def command(
     energon convert hf://OWNER/NAME data/name --stream
     energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
     """
-    share = chosen_task(task, finish=finish)
+    one_task = chosen_task(task, finish=finish)
     if out.absolute() == source.absolute():
         raise ConfigurationError(f"{out}: this is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
@@ -216,12 +216,12 @@ def command(
         return None
     doing = choose_engine(engine, address, num_workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
-        if share is not None:
+        if one_task is not None:
             if overwrite:
                 raise ConfigurationError(f"--overwrite cannot be used with --task: remove {out}, then start the tasks.")
-            count = convert_task(opened, out, options, share, num_workers=doing, progress=advance)
-            click.echo(f"Task {share}: {count_of(count, 'shard')} done. After all tasks, run this with --finish.")
-            return {"task": str(share), "shards": count}
+            count = convert_task(opened, out, options, one_task, num_workers=doing, progress=advance)
+            click.echo(f"Task {one_task}: {count_of(count, 'shard')} done. After all tasks, run this with --finish.")
+            return {"task": str(one_task), "shards": count}
         done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
     _report(out, done, options)
     return asdict(done)
@@ -255,7 +255,10 @@ def _size(text: str) -> int:
 def _layout(
     source: Source, sample_type: str | None, fields: tuple[str, ...], of_rows: Layout, *, asking: bool
 ) -> Layout:
-    """Return the proposal, changed by flags and answers; `of_rows` has the ignored columns and the question."""
+    """Return the layout that the source proposes, changed by flags and answers to questions.
+
+    `of_rows` has what flags say of all rows: ignored columns, the template of a question, what answers are.
+    """
     if source.kind in _KEPT:
         return _chosen_layout(source, source.propose(), sample_type, fields, asking=asking)
     rows = first_rows(source)
@@ -300,9 +303,9 @@ def _chosen_layout(
         return Layout(sample_type="CrudeSample", fields=given, bare=proposed.bare)
     rows = first_rows(source)
     files = list(dict.fromkeys(column for row in rows for column in row.files))
-    known = proposed.fields if name == proposed.sample_type else _guessed(source, proposed, cls, files)
+    guess = proposed.fields if name == proposed.sample_type else _guessed(source, proposed, cls, files)
     described = describe_fields(cls)
-    chosen = {field: column for field, column in known.items() if any(field == one for one, _, _ in described)} | given
+    chosen = {field: column for field, column in guess.items() if any(field == one for one, _, _ in described)} | given
     if asking:
         chosen |= _asked_fields([one for one in described if one[0] not in given], chosen)
     wanted = {column.partition("[")[0] for column in chosen.values()}
@@ -319,14 +322,14 @@ def _chosen_layout(
 
 def _guessed(source: Source, proposed: Layout, cls: type, files: list[str]) -> dict[str, str]:
     """Guess the fields of a type that was not proposed: of conversations, the first image and the first answer."""
-    known = dict(proposed.fields)
+    fields = dict(proposed.fields)
     names = {name for name, _, _ in describe_fields(cls)}
-    if "image" in names and "image" not in known and files:
+    if "image" in names and "image" not in fields and files:
         column = "images" if "images" in files else files[0]
         first = next(row.files[column] for row in first_rows(source) if column in row.files)
-        known["image"] = f"{column}[0]" if isinstance(first, tuple) else column
+        fields["image"] = f"{column}[0]" if isinstance(first, tuple) else column
     columns = {name for row in first_rows(source) for name in row.values}
-    known |= {name: name for name in names & columns if name not in known}
+    fields |= {name: name for name in names & columns if name not in fields}
     row = first_rows(source, 1)[0]
     for column, text in (("conversations", "value"), ("messages", "content")):
         turns = row.values.get(column)
@@ -334,8 +337,8 @@ def _guessed(source: Source, proposed: Layout, cls: type, files: list[str]) -> d
             roles = [str(turn.get("from", turn.get("role"))) for turn in turns]
             asks = next((n for n, role in enumerate(roles) if role in ("human", "user")), 0)
             says = next((n for n, role in enumerate(roles) if role in ("gpt", "assistant")), len(roles) - 1)
-            known |= {"caption": f"{column}[{says}][{text}]", "context": f"{column}[{asks}][{text}]"}
-    return known
+            fields |= {"caption": f"{column}[{says}][{text}]", "context": f"{column}[{asks}][{text}]"}
+    return fields
 
 
 def _rule(source: Source, split_ratio: str | None, *, asking: bool) -> SplitRule | None:
@@ -369,7 +372,7 @@ def _show(source: Source, options: ConvertOptions) -> None:
     if options.split is None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:
-        parts = ", ".join(f"{name} {float(share):g}" for name, share in options.split.ratios if share)
+        parts = ", ".join(f"{name} {float(ratio):g}" for name, ratio in options.split.ratios if ratio)
     click.echo(f"Split: {parts}")
     if options.reencodes:
         click.echo("Sizes are before scaling images down.")
@@ -422,8 +425,8 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         if shards:
             count = sum(done.shard_counts[shard] for shard in shards)
             click.echo(f"{part}: {count_of(count, 'sample')} in {count_of(len(shards), 'shard')}")
-    for part, share in options.split.ratios if options.split is not None else ():
-        if share and not done.split_parts.get(part):
+    for part, ratio in options.split.ratios if options.split is not None else ():
+        if ratio and not done.split_parts.get(part):
             click.echo(f"{part}: no samples, because its share is too small. Set a larger one with --split-ratio.")
     if options.layout.preferred:
         click.echo(f"Left out {count_of(done.num_rejected, 'rejected answer')} of samples with a preferred one.")
@@ -484,9 +487,9 @@ def _report_next(out: Path, done: Converted, layout: Layout) -> None:
 def _media_of_conversations(out: Path, shard: str, count: int) -> set[Medium | None] | None:
     """Return the kinds of media of the first samples of a shard, if they are conversations."""
     store = open_store(out)
-    places = np.frombuffer(store.read_range(index_name(shard), 0, 8 * (count + 1)), "<u8").tolist()
+    offsets = np.frombuffer(store.read_range(index_name(shard), 0, 8 * (count + 1)), "<u8").tolist()
     media: set[Medium | None] = set()
-    for start, end in pairwise(places):
+    for start, end in pairwise(offsets):
         _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
         try:
             values = json.loads(bytes(parts.get("json", b"")))

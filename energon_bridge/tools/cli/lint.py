@@ -113,8 +113,8 @@ def command(
     energon lint /data/captions --duplicates
     energon lint /data/captions --task 3/16
     """
-    share = chosen_task(task, finish=False)
-    if share is not None and (encoder is not None or duplicates):
+    one_task = chosen_task(task, finish=False)
+    if one_task is not None and (encoder is not None or duplicates):
         raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
     problems = _Problems(quiet=as_json)
@@ -128,7 +128,7 @@ def command(
     for dataset in datasets:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             checked += _check(
-                dataset, problems, advance, workers=workers, share=share, deep=deep, cooks=encoder is None
+                dataset, problems, advance, workers=workers, task=one_task, deep=deep, cooks=encoder is None
             )
     if encoder is not None:
         splits = _splits(path, datasets, parts)
@@ -136,8 +136,8 @@ def command(
     if duplicates:
         _find_duplicates(datasets, problems, workers)
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
-    if share is not None:
-        total = sum(_samples_of_task(dataset, share) for dataset in datasets)
+    if one_task is not None:
+        total = sum(_samples_of_task(dataset, one_task) for dataset in datasets)
     _report(problems, checked, total, empty, as_json=as_json)
     if problems.bad:
         sys.exit(1)
@@ -178,23 +178,23 @@ def _check(
     advance: Callable[[int, int], object],
     *,
     workers: Workers,
-    share: Task | None,
+    task: Task | None,
     deep: bool,
     cooks: bool,
 ) -> int:
     """Check the shards of a split part, or those of a task; return the number of samples."""
     checked = 0
-    found: dict[str, list[str]] = {name: [] for name in _SURPRISES}
-    count = len(dataset.shard_names if share is None else share.of(dataset.shard_names))
-    reports = lint_dataset(dataset, num_workers=workers, task=share, deep=deep, conversations=cooks)
+    surprises: dict[str, list[str]] = {name: [] for name in _SURPRISES}
+    count = len(dataset.shard_names if task is None else task.of(dataset.shard_names))
+    reports = lint_dataset(dataset, num_workers=workers, task=task, deep=deep, conversations=cooks)
     for number, report in enumerate(reports, start=1):
         checked += report.num_checked
-        for name, keys in found.items():
+        for name, keys in surprises.items():
             keys += [f"{report.shard}/{key}" for key in getattr(report, name)]
         for problem in report.problems:
             problems.add(problem)
         advance(number, count)
-    for name, keys in found.items():
+    for name, keys in surprises.items():
         if keys:
             what, remedy = _SURPRISES[name]
             where = f"{dataset.path}, {dataset.split_part or 'all'}"

@@ -48,8 +48,8 @@ class SuggestingGroup(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            known = self.list_commands(ctx)
-            hint = did_you_mean(name, known) or f" Known commands: {', '.join(known)}."
+            commands = self.list_commands(ctx)
+            hint = did_you_mean(name, commands) or f" Known commands: {', '.join(commands)}."
             ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from energon_bridge.tools.forecast.planned_run import Run
 
 _POOR = 0.8
+"""How well a dataset is shuffled (`forecast/epochs.py`) below which it is named."""
 
 
 @click.command("plan")
@@ -103,30 +104,30 @@ def command(
 
     with names_only():
         run = run_of_mix(open_mix(mix, options))
-    plan = forecast(run, steps)
+    result = forecast(run, steps)
     given = click.get_current_context().get_parameter_source("num_workers") is not click.core.ParameterSource.DEFAULT
     needs: dict[str, float] = {}
     if step_seconds is not None and steps:
-        needs = _workers_need(plan, cpu_per_sample, step_seconds, batch_bytes)
-        per_batch = plan.draws / max(1, plan.microbatches)
+        needs = _workers_need(result, cpu_per_sample, step_seconds, batch_bytes)
+        per_batch = result.draws / max(1, result.microbatches)
         if rates is not None:
             per_batch = rates[0]["samples_per_batch"]
-            needs |= _sizes(plan, rates, step_seconds, options["num_workers"] if given else None)
-        needs |= _of_store(run, plan, per_batch, step_seconds)
+            needs |= _sizes(result, rates, step_seconds, options["num_workers"] if given else None)
+        needs |= _of_store(run, result, per_batch, step_seconds)
     if as_json:
-        print_json(asdict(plan) | ({"needs": needs} if needs else {}))
+        print_json(asdict(result) | ({"needs": needs} if needs else {}))
         return
     for line in describe(run.spec.mix):
         click.echo(line)
     click.echo()
-    print_pairs(_facts(plan))
+    print_pairs(_facts(result))
     if needs:
-        ranks = plan.world_size
+        ranks = result.world_size
         print_table(("what it needs", "each rank", "in all"), list(_needs(needs, ranks, engine)), left=1)
-    _print_leaves(plan)
-    if plan.schedule:
-        _print_schedule(plan)
-    for line in (*_mixing(plan), *_ends(plan)):
+    _print_leaves(result)
+    if result.schedule:
+        _print_schedule(result)
+    for line in (*_mixing(result), *_ends(result)):
         click.echo(line)
 
 
@@ -143,21 +144,26 @@ def _rates_of(path: str) -> list[dict[str, float]]:
 
 
 def _workers_need(
-    plan: Forecast, cpu_per_sample: float | None, step_seconds: float, batch_bytes: int | None
+    forecast: Forecast, cpu_per_sample: float | None, step_seconds: float, batch_bytes: int | None
 ) -> dict[str, float]:
     """Return the cores that all workers need, and the bytes a second over the network, where these are known."""
     needs: dict[str, float] = {}
     if cpu_per_sample is not None:
-        needs["cores"] = 1e-6 * cpu_per_sample * plan.draws / (plan.steps * step_seconds)
+        needs["cores"] = 1e-6 * cpu_per_sample * forecast.draws / (forecast.steps * step_seconds)
         if batch_bytes is not None:
-            needs["bytes_per_second"] = batch_bytes * plan.microbatches / (plan.steps * step_seconds)
+            needs["bytes_per_second"] = batch_bytes * forecast.microbatches / (forecast.steps * step_seconds)
     return needs
 
 
-def _sizes(plan: Forecast, rates: list[dict[str, float]], step_seconds: float, workers: int | None) -> dict[str, float]:
-    """Return the workers of a rank that suffice, and the memory of as many, or of a number that was given."""
+def _sizes(
+    forecast: Forecast, rates: list[dict[str, float]], step_seconds: float, workers: int | None
+) -> dict[str, float]:
+    """Return the workers of a rank that suffice, and the memory of as many, or of a number that was given.
+
+    `rates` are those of `energon bench`, by number of workers; memory is in bytes.
+    """
     one = next((rate for rate in rates if rate["workers"] == 1), rates[0])
-    batches = plan.microbatches / plan.world_size / (plan.steps * step_seconds)
+    batches = forecast.microbatches / forecast.world_size / (forecast.steps * step_seconds)
     enough = math.ceil(batches * rates[0]["samples_per_batch"] / one["samples_per_second"])
     workers = enough if workers is None else workers
     like = rates[0]
@@ -175,28 +181,28 @@ def _sizes(plan: Forecast, rates: list[dict[str, float]], step_seconds: float, w
     }
 
 
-def _of_store(run: Run, plan: Forecast, samples_per_batch: float, step_seconds: float) -> dict[str, float]:
+def _of_store(run: Run, forecast: Forecast, samples_per_batch: float, step_seconds: float) -> dict[str, float]:
     """Return the requests and bytes that a run asks stores for, and the bytes that a disk cache would hold."""
     from energon_bridge.tools.forecast.requests import store_forecast
 
-    drawn = plan.microbatches * samples_per_batch / run.spec.rows  # packs draw more than rows
-    found = store_forecast(run, round(drawn))
-    if found is None or not found.requests:
+    drawn = forecast.microbatches * samples_per_batch / run.spec.rows  # packs draw more than rows
+    asked_for = store_forecast(run, round(drawn))
+    if asked_for is None or not asked_for.requests:
         return {}
-    cached = sum(leaf.bytes / max(1.0, leaf.epochs) for leaf in plan.leaves)
-    needs = {"disk_cache": cached * min(1.0, samples_per_batch * plan.microbatches / max(1, plan.draws))}
+    cached = sum(leaf.bytes / max(1.0, leaf.epochs) for leaf in forecast.leaves)
+    needs = {"disk_cache": cached * min(1.0, samples_per_batch * forecast.microbatches / max(1, forecast.draws))}
     steps_a_day = 86_400 / step_seconds
     for name, samples, indexes in (
-        ("requests", found.requests, found.index_requests),
-        ("store_bytes", found.bytes, found.index_bytes),
+        ("requests", asked_for.requests, asked_for.index_requests),
+        ("store_bytes", asked_for.bytes, asked_for.index_bytes),
     ):
-        each = samples / plan.steps
+        each = samples / forecast.steps
         needs |= {f"{name}_of_step": each, f"{name}_of_day": each * steps_a_day, f"{name}_of_run": samples + indexes}
     return needs
 
 
-def _print_leaves(plan: Forecast) -> None:
-    amounts = (f"share of {plan.unit}", f"{plan.unit}, about") if plan.unit else ()
+def _print_leaves(forecast: Forecast) -> None:
+    amounts = (f"share of {forecast.unit}", f"{forecast.unit}, about") if forecast.unit else ()
     print_table(
         ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about", *amounts),
         [
@@ -208,40 +214,41 @@ def _print_leaves(plan: Forecast) -> None:
                 number(leaf.draws),
                 epochs(leaf.epochs),
                 format_bytes(leaf.bytes),
-                *((f"{leaf.amount_share or 0:.2%}", number(round(leaf.amount or 0))) if plan.unit else ()),
+                *((f"{leaf.amount_share or 0:.2%}", number(round(leaf.amount or 0))) if forecast.unit else ()),
             )
-            for leaf in plan.leaves
+            for leaf in forecast.leaves
         ],
         left=2,
     )
 
 
-def _print_schedule(plan: Forecast) -> None:
+def _print_schedule(forecast: Forecast) -> None:
     click.echo("Shares of the datasets, numbered as in the table above; between the points they follow the schedule:")
     print_table(
-        ("shares at global draw", "in step", *(str(place) for place in range(1, len(plan.leaves) + 1))),
+        ("shares at global draw", "in step", *(str(leaf_number) for leaf_number in range(1, len(forecast.leaves) + 1))),
         [
             (number(point.global_draw), number(point.step), *(f"{share:.2%}" for share in point.shares))
-            for point in plan.schedule
+            for point in forecast.schedule
         ],
         left=0,
     )
 
 
-def _facts(plan: Forecast) -> Iterator[tuple[str, str]]:
-    each = "" if plan.per_step == 1 else f" of {plan.per_step} microbatches on each rank"
-    yield "steps", f"{plan.steps:,}{each}, world size {plan.world_size:,}, batch size {plan.batch_size}"
-    yield "draws", f"{plan.draws:,} samples in {plan.microbatches:,} microbatches; the mix has {plan.num_samples:,}"
-    yield "lanes", f"{plan.num_lanes:,}: {plan.lanes_because}"
-    if plan.masked_share:
+def _facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    each = "" if forecast.per_step == 1 else f" of {forecast.per_step} microbatches on each rank"
+    yield "steps", f"{forecast.steps:,}{each}, world size {forecast.world_size:,}, batch size {forecast.batch_size}"
+    drawn = f"{forecast.draws:,} samples in {forecast.microbatches:,} microbatches"
+    yield "draws", f"{drawn}; the mix has {forecast.num_samples:,}"
+    yield "lanes", f"{forecast.num_lanes:,}: {forecast.lanes_because}"
+    if forecast.masked_share:
         yield (
             "masked",
-            f"{plan.masked_share:.1%} of the microbatches, as {plan.world_size} ranks do not divide "
-            f"{plan.num_lanes} lanes; {plan.even_world_size} ranks would mask none",
+            f"{forecast.masked_share:.1%} of the microbatches, as {forecast.world_size} ranks do not divide "
+            f"{forecast.num_lanes} lanes; {forecast.even_world_size} ranks would mask none",
         )
-    if plan.mix_epoch is not None:
-        done = plan.draws / plan.mix_epoch
-        yield "mix epoch", f"{plan.mix_epoch:,.10g} samples; {epochs(done)} mix epochs in all"
+    if forecast.mix_epoch is not None:
+        done = forecast.draws / forecast.mix_epoch
+        yield "mix epoch", f"{forecast.mix_epoch:,.10g} samples; {epochs(done)} mix epochs in all"
 
 
 def _needs(needs: dict[str, float], ranks: int, engine: str) -> Iterator[tuple[str, str, str]]:
@@ -276,15 +283,15 @@ def _needs(needs: dict[str, float], ranks: int, engine: str) -> Iterator[tuple[s
             yield f"bytes from the store {said}", size(read / ranks), size(read)
 
 
-def _mixing(plan: Forecast) -> Iterator[str]:
+def _mixing(forecast: Forecast) -> Iterator[str]:
     """Report how well the datasets are mixed, and which are not."""
-    if plan.mixing is None:
+    if forecast.mixing is None:
         return
     yield (
-        f"Mixing: {plan.mixing:.2f} (1 is a perfect shuffle). Of a dataset sorted into ten classes, 32 samples that a "
-        f"lane draws in a row would have {plan.mixing:.0%} of the classes that 32 random samples have."
+        f"Mixing: {forecast.mixing:.2f} (1 is a perfect shuffle). Of a dataset sorted into ten classes, 32 samples "
+        f"that a lane draws in a row would have {forecast.mixing:.0%} of the classes that 32 random samples have."
     )
-    poor = [leaf for leaf in plan.leaves if leaf.mixing is not None and leaf.mixing < _POOR]
+    poor = [leaf for leaf in forecast.leaves if leaf.mixing is not None and leaf.mixing < _POOR]
     if poor:
         names = ", ".join(f"{leaf_name(asdict(leaf))} ({leaf.mixing:.2f})" for leaf in poor[:3])
         more = f" and {len(poor) - 3} more" if len(poor) > 3 else ""
@@ -294,13 +301,13 @@ def _mixing(plan: Forecast) -> Iterator[str]:
         )
 
 
-def _ends(plan: Forecast) -> Iterator[str]:
-    most = max(plan.leaves, key=lambda leaf: leaf.epochs)
-    if len(plan.leaves) > 1 and plan.draws:
+def _ends(forecast: Forecast) -> Iterator[str]:
+    most = max(forecast.leaves, key=lambda leaf: leaf.epochs)
+    if len(forecast.leaves) > 1 and forecast.draws:
         yield f"Repeated most: {leaf_name(asdict(most))}, {epochs(most.epochs)} epochs."
-    if plan.first_end is not None:
-        names = ", ".join(leaf_name(asdict(plan.leaves[place])) for place in plan.ends_first)
-        yield f"Ends first: {names}, in step {plan.first_end - 1:,}."
+    if forecast.first_end is not None:
+        names = ", ".join(leaf_name(asdict(forecast.leaves[leaf_number])) for leaf_number in forecast.ends_first)
+        yield f"Ends first: {names}, in step {forecast.first_end - 1:,}."
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -118,10 +118,10 @@ def command(
     """
     if fix_duplicates:
         raise ConfigurationError(f"--fix-duplicates: tars are never changed. For new, unique keys: {NEW_KEYS}")
-    share = chosen_task(task, finish=finish)
+    chosen = chosen_task(task, finish=finish)
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
-        if any((split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, checksums)):
+        if any((split_ratio, split_parts, sample_type, tar_index_only, media, chosen, finish, checksums)):
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options are for the folder of a dataset.")
         if is_jsonl(path):
@@ -129,13 +129,13 @@ def command(
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return None
     workers = choose_engine(engine, address, num_workers)
-    if share is not None:
+    if chosen is not None:
         if split_ratio or split_parts or sample_type or tar_index_only or media:
             raise ConfigurationError("--task only scans tars: use these options with --finish, or with prepare-media.")
         with shard_progress("Looking into tars", enabled=progress) as advance:
-            count = scan_task(path, share, exclude=exclude, num_workers=workers, checksums=checksums, progress=advance)
-        click.echo(f"Task {share}: {count_of(count, 'tar')} done. After all tasks, run --finish.")
-        return {"task": str(share), "shards": count}
+            count = scan_task(path, chosen, exclude=exclude, num_workers=workers, checksums=checksums, progress=advance)
+        click.echo(f"Task {chosen}: {count_of(count, 'tar')} done. After all tasks, run --finish.")
+        return {"task": str(chosen), "shards": count}
     if tar_index_only:
         _check_index_only(checksums=checksums, finish=finish, media=media is not None)
         with shard_progress("Indexing shards", enabled=progress) as advance:
@@ -206,8 +206,8 @@ def _check_index_only(*, checksums: bool, finish: bool, media: bool) -> None:
 
 def _report_empty(rule: SplitRule, prepared: Prepared, num_shards: int) -> None:
     """Print which parts of the split have no shard, though they have a share."""
-    for part, portion in rule.ratios:
-        if portion and not prepared.split_parts.get(part):
+    for part, ratio in rule.ratios:
+        if ratio and not prepared.split_parts.get(part):
             click.echo(
                 f"{part}: empty, because its share of {count_of(num_shards, 'shard')} is less than one. Prepare again "
                 "with a larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."

@@ -57,14 +57,14 @@ def command(
     if media is None:
         raise ConfigurationError("give one of --media-metadata-by-glob, -by-header and -by-extension.")
     workers = choose_engine(engine, address, num_workers)
-    one = chosen_task(task, finish=finish)
+    one_task = chosen_task(task, finish=finish)
     with shard_progress("Reading media", enabled=progress) as advance:
-        if one is not None:
-            count = media_task(path, media, one, num_workers=workers, progress=advance)
+        if one_task is not None:
+            count = media_task(path, media, one_task, num_workers=workers, progress=advance)
         else:
             indexed = prepare_media(path, media, num_workers=workers, finish=finish, progress=advance)
-    if one is not None:
-        click.echo(f"Task {one}: read {count:,} shards or portions of files. After all tasks, run --finish.")
-        return {"task": str(one), "shards": count}
+    if one_task is not None:
+        click.echo(f"Task {one_task}: read {count:,} shards or portions of files. After all tasks, run --finish.")
+        return {"task": str(one_task), "shards": count}
     report_media(indexed)
     return asdict(indexed)

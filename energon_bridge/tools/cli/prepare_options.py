@@ -1,4 +1,7 @@
-"""Options that commands share: where shards are processed, which files are media; their progress bar."""
+"""Options of commands that work on all shards: processes or a cluster, one task of several, which files are media.
+
+And the progress bar of these commands.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,8 @@ def chosen_task(task: str | None, *, finish: bool) -> Task | None:
     return Task(int(match[1]), int(match[2]))
 
 
-# Media ----------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Which files are media.
 
 
 media_options = added(
@@ -144,9 +148,8 @@ def report_media(indexed: IndexedMedia) -> None:
         click.echo(f"{len(indexed.failed):,} files could not be read: {shown}")
 
 
-# Progress -------------------------------------------------------------------------------------------------------------
-#
-# Drawn from the main thread only: forking workers is unsafe with more threads.
+# ---------------------------------------------------------------------------------------------------------------------
+# The progress bar, drawn from the main thread only: forking workers is unsafe with more threads.
 
 
 _INTERVAL = 0.1

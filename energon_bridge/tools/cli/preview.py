@@ -57,7 +57,7 @@ class _Steps(click.ParamType):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """What the options ask for.
+    """The options that say what to show.
 
     Attributes:
         source: A dataset, a mix, states, or the folder of a run; with a configuration also changes of it.

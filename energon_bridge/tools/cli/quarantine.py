@@ -82,9 +82,9 @@ def _row(one: QuarantinedSample) -> Sequence[str]:
     return one.dataset, one.shard, one.key or "-", one.hook, f"{one.error}: {one.message}", str(one.index), others
 
 
-def _plain(one: QuarantinedSample) -> dict[str, Any]:
-    members = [dict(zip(("dataset", "shard", "index", "key"), place, strict=False)) for place in one.members]
-    return asdict(one) | {"members": members}
+def _plain(sample: QuarantinedSample) -> dict[str, Any]:
+    members = [dict(zip(("dataset", "shard", "index", "key"), member, strict=False)) for member in sample.members]
+    return asdict(sample) | {"members": members}
 
 
 def _print_excludes(failures: Sequence[QuarantinedSample], *, as_json: bool) -> None:

@@ -146,7 +146,7 @@ def read_state(files: Sequence[str], world_size: int | None) -> tuple[State, int
     from energon_bridge.tools.check.state_summary import rank_of
 
     states = read_states(files)
-    ranks = {place for state in states if (place := rank_of(state)) is not None}
+    ranks = {of_one for state in states if (of_one := rank_of(state)) is not None}
     return merge(states), world_size or (max(size for _, size in ranks) if ranks else 1)
 
 
@@ -161,7 +161,7 @@ def open_run(
     Args:
         source: The mix, or files of states.
         options: Those of `run_options`.
-        by_step: The caller asks about steps, for which the number of ranks matters.
+        by_step: Whether the caller asks about steps, for which the number of ranks matters.
     """
     from energon_bridge.tools.forecast.planned_run import run_of_mix, run_of_state  # torch, which no help text needs
 

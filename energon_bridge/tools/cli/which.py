@@ -124,7 +124,7 @@ def _named(
 
 
 def _ends(run: Run, steps: Sequence[int]) -> list[int]:
-    """Return the numbers of the first microbatches of the first and the last turn of some steps."""
+    """Return the numbers of the first and one of the last microbatches of some steps, all ranks together."""
     from energon_bridge.core.order.topology import first_microbatch
 
     turns = (steps[0] * run.per_step, (steps[-1] + 1) * run.per_step - 1)

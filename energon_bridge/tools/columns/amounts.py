@@ -1,4 +1,4 @@
-"""The order of a mix whose weights are shares of an amount, such as tokens, and not of samples.
+"""The order of a mix whose weights are shares of an amount, such as tokens, and not of samples (`unit` of a blend).
 
 Every sample has an amount, known from a column. A lane draws from the leaf for which *drawn amount / weight* is least;
 of several, from the first. So over any stretch of a lane the amount of a leaf is within `max_i + p_i sum_j max_j` of
@@ -45,7 +45,7 @@ _FEWEST, _MOST = 32, 512
 _LOOKED_UP = 32
 """Fewest draws of a leaf whose amounts are looked up at once."""
 _MOST_AMOUNT = 2.0**50
-"""The largest sum of the amounts of a leaf; so no run reaches 2^63 parts."""
+"""The largest sum of the amounts of a leaf; so no run reaches 2^63 of the parts below."""
 
 
 PARTS = 1024
@@ -72,14 +72,14 @@ class Amounts:
 
 
 def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
-    """Return a leaf with the amounts of its samples, by an expression of columns.
+    """Return a leaf with the amounts of its samples; `unit` is the expression of columns that gives them.
 
     Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
     """
     path = leaf.dataset.path
     own_samples = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
-    found = numbers_of_samples(leaf.dataset, unit, where=where, samples=own_samples, use="counted by them", counts=True)
-    whole = np.rint(found * PARTS)
+    every = numbers_of_samples(leaf.dataset, unit, where=where, samples=own_samples, use="counted by them", counts=True)
+    whole = np.rint(every * PARTS)
     own = whole[leaf.start : leaf.stop] if leaf.kept is None else whole[leaf.kept]
     total = float(own.sum())
     if not 0 < total <= _MOST_AMOUNT * PARTS:
@@ -132,7 +132,14 @@ class _Chosen(NamedTuple):
 
 
 class AmountDraws:
-    """The leaves of the draws of one lane, from a position on."""
+    """The leaves of the draws of one lane, from a position on.
+
+    Args:
+        blend: The weights.
+        leaves: The leaves, with their amounts and bans.
+        lane: Number of the lane.
+        at: The draw to begin with, and what each leaf has drawn before it.
+    """
 
     def __init__(self, blend: AmountBlend, leaves: Sequence[OrderedLeaf], lane: int, at: BlendPosition) -> None:
         self._blend = blend
@@ -205,12 +212,13 @@ class AmountDraws:
             order = np.argsort(keys, kind="stable")  # ties in order of the leaves, and of their draws
             places = np.empty_like(order)
             places[order] = np.arange(order.size)
-            known = int(places[ends].min())  # what comes after is not looked up yet
-            if 2 * known >= count:
+            # The order is certain up to where the first of the leaves runs out of looked-up draws.
+            num_certain = int(places[ends].min())
+            if 2 * num_certain >= count:
                 break
             slowest = int(places[ends].argmin())
             wanted[slowest] = 2 * wanted[slowest] + count
-        order = order[: min(known, count)]
+        order = order[: min(num_certain, count)]
         sizes = [one.size for one in starts]
         leaves = np.repeat(np.array(active), sizes)[order]
         amounts = amounts[order]
@@ -234,17 +242,17 @@ class AmountDraws:
 
     def _bans_at(self, now: int) -> tuple[int, int]:
         """Return how many bans hold at a global draw, and the draw from which the last of them holds; -1: none."""
-        known = bisect_right(self._bans, now)
-        return known, self._bans[known - 1] if known else -1
+        num_bans = bisect_right(self._bans, now)
+        return num_bans, self._bans[num_bans - 1] if num_bans else -1
 
     def _next_changes(self, now: int) -> list[int]:
         """Return the next global draws at which weights or bans change; forget amounts if bans have."""
-        known, banned_from = self._bans_at(now)
+        num_bans, banned_from = self._bans_at(now)
         if banned_from != self._banned_from:
             self._banned_from = banned_from
             self._ahead = [one[:0] for one in self._ahead]
         piece = self._blend.piece(now) + 1
-        return [*self._bans[known : known + 1], *self._blend.starts[piece : piece + 1]]
+        return [*self._bans[num_bans : num_bans + 1], *self._blend.starts[piece : piece + 1]]
 
     def _guesses(self, active: Sequence[int], weights: Sequence[float], count: int) -> list[int]:
         """Return an upper guess of how many of the next `count` draws come from each leaf."""
@@ -278,10 +286,10 @@ class AmountDraws:
         first = self._leaf_draws[number] + ahead.size
         rounds = leaf.order.rounds_at(self._lane, first, max(count, _LOOKED_UP))
         samples = rounds.indices[first - rounds.first :]
-        found = leaf.amounts.of_samples[samples].astype(np.int64)
+        amounts = leaf.amounts.of_samples[samples].astype(np.int64)
         if leaf.bans is not None:
-            found[leaf.bans.at(samples, np.full(samples.size, self._banned_from))] = 0
-        self._ahead[number] = np.concatenate((ahead, found))
+            amounts[leaf.bans.at(samples, np.full(samples.size, self._banned_from))] = 0
+        self._ahead[number] = np.concatenate((ahead, amounts))
 
 
 def _left(leaf: OrderedLeaf, lane: int, start: int) -> int:

@@ -56,8 +56,8 @@ class Buckets:
     Attributes:
         group_by: The expressions of columns whose values are the names.
         names: Of each bucket, such as `1152x896`.
-        rows: Samples in a microbatch of each.
-        samples: Samples of each.
+        rows: Samples in a microbatch of each bucket.
+        samples: Samples of each bucket.
         of_leaf: The bucket of each leaf, by identity.
     """
 
@@ -90,7 +90,10 @@ class Buckets:
         return [f"{name}: {rows}" for name, rows in zip(self.names, self.rows, strict=True)]
 
     def num_lanes(self, lanes: int | None, *, ranks: int, group: int | None) -> int:
-        """Return L: a lap over the lanes is a global batch of `group` microbatches, or several of one bucket."""
+        """Return the number of lanes of the run, such that a lap over them is one or several global batches.
+
+        `group` is the microbatches of a global batch; by default there are as many lanes, or else as ranks.
+        """
         lanes = lanes or group or ranks
         if group is not None and lanes % group:
             raise ConfigurationError(
@@ -102,12 +105,12 @@ class Buckets:
 
     def blend(self, leaves: Sequence[OpenLeaf], num_lanes: int, key: int) -> BucketBlend:
         """Return the order of the buckets for some lanes, and of their leaves, given in the order of the counters."""
-        total = sum(leaf.share for leaf in leaves)
+        total = sum(leaf.weight for leaf in leaves)
         return BucketBlend(
             names=self.names,
             rows=self.rows,
             of_leaf=tuple(self.of_leaf[leaf.identity] for leaf in leaves),
-            weights=tuple(leaf.share / total for leaf in leaves),
+            weights=tuple(leaf.weight / total for leaf in leaves),
             num_lanes=num_lanes,
             key=key,
         )
@@ -137,7 +140,7 @@ def cut_into_buckets(
             any.
     """
     _check_mix(mix, endless)
-    found: dict[str, list[tuple[OpenLeaf, np.ndarray]]] = {}
+    named: dict[str, list[tuple[OpenLeaf, np.ndarray]]] = {}
     rows: dict[str, int] = {}
     for leaf in _with_shares(mix, leaves):
         _check_turned(leaf, [*group_by, *([sizes] if isinstance(sizes, str) else [])], turns)
@@ -147,31 +150,31 @@ def cut_into_buckets(
         else:
             wanted = np.full(own.size, batch_size)
         for name, here in _by_bucket(leaf, own, group_by):
-            found.setdefault(name, []).append((leaf, own[here]))
+            named.setdefault(name, []).append((leaf, own[here]))
             rows[name] = min(rows.get(name, 1 << 30), int(wanted[here].min()))
-        if len(found) > _MOST_BUCKETS:
+        if len(named) > _MOST_BUCKETS:
             raise ConfigurationError(
-                f"group_by={[*group_by]} gives more than {_MOST_BUCKETS} buckets ({', '.join([*found][:3])}, …): round "
+                f"group_by={[*group_by]} gives more than {_MOST_BUCKETS} buckets ({', '.join([*named][:3])}, …): round "
                 "the values, as in `width // 64` or `aspect_width(width, height, 1048576, 64)`"
             )
     if isinstance(sizes, Mapping):
-        if unknown := sorted(sizes.keys() - found.keys()):
+        if unknown := sorted(sizes.keys() - named.keys()):
             raise ConfigurationError(
-                f"bucket_batch_size names no bucket with {', '.join(unknown[:5])}. Buckets: {', '.join(sorted(found))}"
+                f"bucket_batch_size names no bucket with {', '.join(unknown[:5])}. Buckets: {', '.join(sorted(named))}"
             )
         rows |= sizes
-    order = sorted(found, key=lambda name: [(len(part), part) for part in name.split("x")])
+    order = sorted(named, key=lambda name: [(len(part), part) for part in name.split("x")])
     for name in order:
         if type(rows[name]) is not int or not 1 <= rows[name] < 1 << 30:
             raise ConfigurationError(f"bucket {name}: a microbatch has {rows[name]!r} samples, expected at least 1")
-    parts = [(bucket, leaf, numbers) for bucket, name in enumerate(order) for leaf, numbers in found[name]]
+    parts = [(bucket, leaf, numbers) for bucket, name in enumerate(order) for leaf, numbers in named[name]]
     # Parts of two leaves may have the same samples.
     cut = number_leaves([_part(leaf, numbers, order[bucket]) for bucket, leaf, numbers in parts])
     return cut, Buckets(
         group_by=tuple(group_by),
         names=tuple(order),
         rows=tuple(rows[name] for name in order),
-        samples=tuple(sum(numbers.size for _, numbers in found[name]) for name in order),
+        samples=tuple(sum(numbers.size for _, numbers in named[name]) for name in order),
         of_leaf={leaf.identity: bucket for leaf, (bucket, _, _) in zip(cut, parts, strict=True)},
     )
 
@@ -203,10 +206,10 @@ def _check_turned(leaf: OpenLeaf, texts: Iterable[str], turns: bool | None) -> N
     if turns is None or not isinstance(leaf.dataset, PreparedDataset) or isinstance(leaf.dataset, ForeignDataset):
         return
     path = leaf.dataset.path
-    known = read_columns(leaf.dataset.store)
+    columns = read_columns(leaf.dataset.store)
     named = {name for text in texts for name in column_names(text)}
-    for name in sorted({"width", "height"} & named & known.keys()):
-        made_of = known[name].made_of.partition(", else ")[0]
+    for name in sorted({"width", "height"} & named & columns.keys()):
+        made_of = columns[name].made_of.partition(", else ")[0]
         if made_of in (_TURNED if not turns else _AS_THEY_LIE):
             there, does = ("as they lie in their files", "turns") if turns else ("turned", "does not turn")
             raise ConfigurationError(
@@ -221,13 +224,14 @@ _TURNED = (TURNED_SIZE_MADE_OF, "energon_bridge.tools.columns.making.turned_imag
 
 
 def _part(leaf: OpenLeaf, numbers: np.ndarray, name: str) -> OpenLeaf:
+    """Return the part of a leaf that is in the bucket of that name: the samples with these numbers."""
     small = np.int32 if leaf.stop <= np.iinfo(np.int32).max else np.int64
     return dataclasses.replace(
         leaf,
         occurrence=0,
         filter=f"{leaf.filter}, bucket {name}".removeprefix(", "),
         kept=numbers.astype(small),
-        share=leaf.share * Fraction(numbers.size, leaf.num_samples),
+        weight=leaf.weight * Fraction(numbers.size, leaf.num_samples),
     )
 
 
@@ -236,7 +240,7 @@ def _name(value: object) -> str:
 
 
 def _with_shares(mix: Mix, leaves: Sequence[OpenLeaf]) -> list[OpenLeaf]:
-    """Return leaves with their own weights: those of a group divided by numbers of samples."""
+    """Return leaves with weights of their own: the weight of a size group is divided by numbers of samples."""
     groups = Counter[int | None]()
     for entry, leaf in zip(mix.leaves, leaves, strict=True):
         groups[entry.size_group] += leaf.num_samples
@@ -244,7 +248,7 @@ def _with_shares(mix: Mix, leaves: Sequence[OpenLeaf]) -> list[OpenLeaf]:
         Fraction(1) if entry.size_group is None else Fraction(leaf.num_samples, groups[entry.size_group])
         for entry, leaf in zip(mix.leaves, leaves, strict=True)
     ]
-    return [dataclasses.replace(leaf, share=leaf.share * part) for leaf, part in zip(leaves, parts, strict=True)]
+    return [dataclasses.replace(leaf, weight=leaf.weight * part) for leaf, part in zip(leaves, parts, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +260,8 @@ class BucketBlend:
         rows: Samples in a microbatch of each bucket.
         of_leaf: The bucket of each leaf.
         weights: The weight of each leaf among all, as a share of samples; they add up to 1.
-        num_lanes: L.
-        key: Key of the run.
+        num_lanes: Lanes of the run.
+        key: Key of the run's random numbers.
         gone: The leaves of which every sample is banned.
     """
 
@@ -316,13 +320,13 @@ class BucketBlend:
     @cached_property
     def blends(self) -> tuple[WeightedBlend, ...]:
         """For each bucket: which leaf, of all leaves, a draw in it comes from."""
-        found = []
+        blends = []
         schedules = [WeightSchedule.constant(weight) for weight in self.weights]
         for bucket in range(len(self.rows)):
             own = [one if of == bucket else _NEVER for one, of in zip(schedules, self.of_leaf, strict=True)]
             key = fold(self.key, _LEAVES, bucket)
-            found.append(WeightedBlend(parts=_constant(own), num_lanes=self.num_lanes, key=key))
-        return tuple(found)
+            blends.append(WeightedBlend(parts=_constant(own), num_lanes=self.num_lanes, key=key))
+        return tuple(blends)
 
     @cached_property
     def _shares(self) -> list[Fraction]:

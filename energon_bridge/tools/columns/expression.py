@@ -156,6 +156,8 @@ def _unquoted(name: str) -> str:
 
 
 class _Evaluation:
+    """Walks the syntax tree of an expression; values are arrays of one entry per sample, or of none for constants."""
+
     def __init__(self, text: str, columns: Mapping[str, np.ndarray]) -> None:
         self._text = text
         self._columns = columns
@@ -186,27 +188,27 @@ class _Evaluation:
                 return kept
         return self._refuse(node, "is not allowed")
 
-    def _joined(self, op: ast.boolop, known: np.ndarray, node: ast.expr) -> np.ndarray:
+    def _joined(self, op: ast.boolop, first: np.ndarray, node: ast.expr) -> np.ndarray:
         """Return `known and node` or `known or node`, of which, as in Python, only undecided samples need the second.
 
         So `width > 0 and height / width < 2` never divides by 0.
         """
-        undecided = known if isinstance(op, ast.And) else np.logical_not(known)
+        undecided = first if isinstance(op, ast.And) else np.logical_not(first)
         columns = {name: one for name, one in self._columns.items() if one.size}
         rest = {name: one[np.broadcast_to(undecided, one.shape)] for name, one in columns.items()}
         value = _Evaluation(self._text, {**self._columns, **rest})._truth(node)
-        if known.ndim == 0:
-            return value if undecided else known
-        joined = known.copy()
+        if first.ndim == 0:
+            return value if undecided else first
+        joined = first.copy()
         joined[undecided] = value
         return joined
 
     def _column(self, name: str) -> np.ndarray:
         if name in self._columns:
             return self._columns[name]
-        known = ", ".join(map(_quoted, sorted(self._columns))) or "none"
+        names = ", ".join(map(_quoted, sorted(self._columns))) or "none"
         meant = did_you_mean(name, [*map(_quoted, self._columns)])
-        raise ConfigurationError(f"expression {self._text!r}: no column {name!r}.{meant} Columns: {known}.")
+        raise ConfigurationError(f"expression {self._text!r}: no column {name!r}.{meant} Columns: {names}.")
 
     def _truth(self, node: ast.expr) -> np.ndarray:
         value = self.value(node)
@@ -371,26 +373,26 @@ def _evaluated(
     hint = ""
     columns: dict[str, np.ndarray]
     if isinstance(dataset, ForeignDataset):
-        known: Mapping[str, object] = dict.fromkeys(dataset.columns)
-        columns = {name: dataset.read_values(name)[chosen] for name in names if name in known}
+        all_columns: Mapping[str, object] = dict.fromkeys(dataset.columns)
+        columns = {name: dataset.read_values(name)[chosen] for name in names if name in all_columns}
     else:
-        known = added = read_columns(dataset.store)
+        all_columns = added = read_columns(dataset.store)
         columns = {name: column_of(dataset, name, added)[chosen] for name in names if name in added}
         hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
-    missing = next((name for name in names if name not in known), None)
+    missing = next((name for name in names if name not in all_columns), None)
     if missing is not None and (counts or (missing in _REMEDIES and not isinstance(dataset, ForeignDataset))):
         of_blend = f" The weights of its blend are shares of `{text}`." if counts else ""
         how_to_add = _REMEDIES.get(missing, f"{missing} --of MODULE:FUNCTION")
         hint = f"{of_blend} Add it: energon columns add {dataset.path} {how_to_add}"
     missing_at = _without_value(dataset, columns, is_filter=how is evaluate)
     columns = {name: np.asarray(values) for name, values in columns.items()}
-    if len(columns) < len(known):  # for the error, which lists them
-        columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
+    if len(columns) < len(all_columns):  # for the error, which lists them
+        columns |= {name: np.empty(0) for name in all_columns.keys() - columns.keys()}
     try:
-        found = how(text, columns, num_samples=np.arange(dataset.num_samples)[chosen].size)
+        values = how(text, columns, num_samples=np.arange(dataset.num_samples)[chosen].size)
     except ConfigurationError as error:
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
-    return found if missing_at is None else found & ~missing_at
+    return values if missing_at is None else values & ~missing_at
 
 
 def _without_value(

@@ -57,8 +57,8 @@ class AspectTiers:
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Return the size, (width, height), to which an image of a size goes."""
-        place = int(_places(np.asarray([width]), np.asarray([height]), self.area, self.step, self.most)[0])
-        return self.sizes[place]
+        number = int(_nearest(np.asarray([width]), np.asarray([height]), self.area, self.step, self.most)[0])
+        return self.sizes[number]
 
     @property
     def group_by(self) -> tuple[str, str]:
@@ -69,15 +69,15 @@ class AspectTiers:
 
 @functools.cache
 def _sizes(area: int, step: int, most: float) -> tuple[tuple[int, int], ...]:
-    found = set()
+    sizes = set()
     for width in range(step, area // step + 1, step):
         height = area // width // step * step
         if height and max(width, height) <= most * min(width, height):
-            found |= {(width, height), (height, width)}
-    return tuple(sorted(found, key=lambda size: (Fraction(*size), size)))
+            sizes |= {(width, height), (height, width)}
+    return tuple(sorted(sizes, key=lambda size: (Fraction(*size), size)))
 
 
-def _places(width: Any, height: Any, area: int, step: int, most: float) -> np.ndarray:
+def _nearest(width: Any, height: Any, area: int, step: int, most: float) -> np.ndarray:
     """Return the number of the nearest size for each image."""
     sizes = np.array(_sizes(area, step, most), dtype=np.int64)
     if not sizes.size:
@@ -96,8 +96,8 @@ def _aspect(side: int) -> Callable[..., np.ndarray]:
         if any(number.ndim for number in numbers) or min(area, step) < 1 or not math.isfinite(float(most)):
             raise ValueError("area, step and ratio must be numbers above 0")
         sizes = np.array(_sizes(int(area), int(step), float(most)), dtype=np.int64)
-        found: np.ndarray = sizes[_places(width, height, int(area), int(step), float(most)), side]
-        return found
+        result: np.ndarray = sizes[_nearest(width, height, int(area), int(step), float(most)), side]
+        return result
 
     return aspect
 
@@ -106,8 +106,8 @@ def _tier(value: Any, *tiers: Any) -> np.ndarray:
     if not tiers or any(tier.ndim for tier in tiers):
         raise ValueError("tier needs a value and some numbers")
     ordered = np.sort(np.array([tier.item() for tier in tiers]))
-    found: np.ndarray = ordered[np.maximum(np.searchsorted(ordered, value, side="right") - 1, 0)]
-    return found
+    result: np.ndarray = ordered[np.maximum(np.searchsorted(ordered, value, side="right") - 1, 0)]
+    return result
 
 
 FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {

@@ -5,6 +5,8 @@ columns as they were. If there are many shards, or tasks divide them, the values
 column is complete, so a killed run can continue.
 
     .nv-meta.columns/<hash of name and function>/<shard>.npz    "of": [samples, bytes, failed], "column <name>": values
+
+The second half finds samples of equal content, by hashes.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ COMPARED = (
     "of conversations the turns, system prompt and tools alone."
 )
 _MOST_VALUES = 1 << 20
-_PIECES = ".nv-meta.columns"
+_KEPT = ".nv-meta.columns"
 _MANY_SHARDS = 64
 """From this many shards on, each is kept until the column is complete."""
 
@@ -117,7 +119,7 @@ def add_column(
     made_of = made_of or f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
     made_of += "" if missing is None else f", else {missing!r}"
     shards = _shards(dataset)
-    folder = f"{_PIECES}/{hashlib.blake2b(f'{name} {made_of}'.encode(), digest_size=8).hexdigest()}"
+    folder = f"{_KEPT}/{hashlib.blake2b(f'{name} {made_of}'.encode(), digest_size=8).hexdigest()}"
     rows_of = partial(_rows_of_shard, dataset, function, name, raw, missing, decoder)
     if task is not None:
         return _column_task(dataset, name, made_of, partial(_rows, dataset, rows_of, folder, False), task, num_workers)
@@ -184,7 +186,7 @@ def _forgetting(store: Store, folder: str) -> Iterator[None]:
 def _forget(store: Store, folder: str) -> None:
     forget(store, folder, ".npz")
     with contextlib.suppress(OSError):  # of another column, or not on a disk
-        os.rmdir(store.url(_PIECES))
+        os.rmdir(store.url(_KEPT))
 
 
 def _column_task(
@@ -195,7 +197,7 @@ def _column_task(
     task: Task,
     num_workers: Workers,
 ) -> Added:
-    """Compute and keep the shards of one task that no column has."""
+    """Compute the values of the shards of one task that the column does not cover yet, and keep them for `finish`."""
     old = _kept_rows(dataset, read_columns(dataset.store), name, made_of)
     mine = [number for number in task.of(range(len(dataset.shard_names))) if _shard(dataset, number) not in old]
     failed = 0
@@ -265,10 +267,10 @@ def turned_image_size(parts: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _first_image(parts: Mapping[str, Any]) -> tuple[str, Any]:
-    found = next(((part, data) for part, data in parts.items() if kind_by_name(part) == "image"), None)
-    if found is None:
+    image = next(((part, data) for part, data in parts.items() if kind_by_name(part) == "image"), None)
+    if image is None:
         raise ValueError(f"no image among the parts {', '.join(key for key in parts if key != '__key__')}")
-    return found
+    return image
 
 
 def sound_seconds(parts: Mapping[str, Any]) -> float:
@@ -310,9 +312,9 @@ def _names_sample(name: str) -> bool:
 
 def _counted_contents(part: str, data: Any) -> Iterator[tuple[str, bytes]]:
     """Yield the contents of a part that count for its hash, each with the name that it counts under."""
-    place, _, extension = part.rpartition(".")
+    stem, _, extension = part.rpartition(".")
     if kind_by_name(f".{extension}") is not None:
-        yield place, bytes(data)  # with whatever extension
+        yield stem, bytes(data)  # with whatever extension
         return
     if extension.lower() in ("json", "jsn"):
         try:
@@ -348,7 +350,7 @@ class TokenCount:
     encoder: Any
 
     def __call__(self, sample: Any) -> int:
-        in_two = is_overridden(self.encoder, Hook.PREENCODE)  # then the first step counts
+        in_two = is_overridden(self.encoder, Hook.PREENCODE)  # then it makes the tokens already
         encoded = (self.encoder.preencode_sample if in_two else self.encoder.encode_sample)(sample)
         for name in ("tokens", "input_ids", "text"):
             value = encoded.get(name) if isinstance(encoded, Mapping) else getattr(encoded, name, None)
@@ -369,8 +371,8 @@ class ModelTokens:
     def __call__(self, sample: Any) -> dict[str, int]:
         prepared = self.encoder.preencode_sample(sample)
         counts = dict.fromkeys(("image", "video", "audio"), 0)
-        for plan in prepared.plans:
-            counts[plan.kind] += plan.tokens
+        for medium in prepared.plans:
+            counts[medium.kind] += medium.tokens
         return {"tokens": len(prepared.tokens), **{f"{kind}_tokens": count for kind, count in counts.items()}}
 
 
@@ -402,15 +404,15 @@ def _kept_rows(
 ) -> dict[_Shard, dict[str, np.ndarray]]:
     """Return, by shard, the values that the same function made before and that are still valid."""
     kept: dict[_Shard, dict[str, np.ndarray]] = {}
-    same = {column: known for column, known in there.items() if known.made_of == made_of and name in (None, column)}
-    for column, known in same.items():
+    same = {column: entry for column, entry in there.items() if entry.made_of == made_of and name in (None, column)}
+    for column, entry in same.items():
         try:
-            numbers = read_numbers(dataset.store, column, known)
+            numbers = read_numbers(dataset.store, column, entry)
         except MetadataError:
             return {}
-        values = numbers if known.values is None else np.asarray(known.values)[numbers]
+        values = numbers if entry.values is None else np.asarray(entry.values)[numbers]
         start = 0
-        for shard in known.shards:
+        for shard in entry.shards:
             kept.setdefault(shard, {})[column] = values[start : start + shard[1]]
             start += shard[1]
     return {shard: rows for shard, rows in kept.items() if len(rows) == len(same)}
@@ -517,12 +519,12 @@ def groups_of_equal(values: np.ndarray) -> list[np.ndarray]:
     return sorted((group for group in np.split(order, cuts) if len(group) > 1), key=lambda group: int(group[0]))
 
 
-# Samples of equal content ---------------------------------------------------------------------------------------------
-#
-# Found by a hash of their parts, from the column `hash` if there is one.
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples of equal content, found by a hash of their parts, from the column `hash` if there is one.
 
 
-_Place = tuple[int, int]  # number of a dataset, and of a shard in it
+_ShardOf = tuple[int, int]
+"""Number of a dataset, and of a shard in it."""
 
 
 def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Workers = 1) -> Iterator[Problem]:
@@ -530,20 +532,20 @@ def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Work
 
     A shard in several split parts is checked once. Hashes that no column contains are computed, and not stored.
     """
-    places = _places(datasets)
+    shards = _distinct_shards(datasets)
     kept = [_kept_hashes(dataset) for dataset in datasets]
-    missing = [(number, shard) for number, shard in places if _shard(datasets[number], shard) not in kept[number]]
+    missing = [(number, shard) for number, shard in shards if _shard(datasets[number], shard) not in kept[number]]
     hashes: list[np.ndarray] = []
     with closing(map_shards(partial(_hashes, datasets), missing, num_workers=num_workers)) as computed:
-        for number, shard in places:
-            known = kept[number].get(_shard(datasets[number], shard))
-            hashes.append(next(computed) if known is None else known)
+        for number, shard in shards:
+            values = kept[number].get(_shard(datasets[number], shard))
+            hashes.append(next(computed) if values is None else values)
     starts = np.cumsum([0, *(len(one) for one in hashes)])
     for group in groups_of_equal(np.concatenate(hashes)):
         first = ""
         for row in group.tolist():
             at = int(np.searchsorted(starts, row, side="right")) - 1
-            number, shard = places[at]
+            number, shard = shards[at]
             dataset = datasets[number]
             key = sample_key(dataset, shard, int(row - starts[at]))
             if (dataset.shard_names[shard], key) in dataset.excluded:
@@ -575,12 +577,13 @@ def sample_key(dataset: PreparedDataset, shard: int, index: int) -> str:
     return parse_sample(data, where=where, parts=frozenset())[0]
 
 
-def _places(datasets: Sequence[PreparedDataset]) -> list[_Place]:
-    places: dict[str, _Place] = {}
+def _distinct_shards(datasets: Sequence[PreparedDataset]) -> list[_ShardOf]:
+    """Return all shards of some datasets, each once, also where several datasets (split parts) have it."""
+    shards: dict[str, _ShardOf] = {}
     for number, dataset in enumerate(datasets):
         for shard, name in enumerate(dataset.shard_names):
-            places.setdefault(dataset.store.url(name), (number, shard))
-    return list(places.values())
+            shards.setdefault(dataset.store.url(name), (number, shard))
+    return list(shards.values())
 
 
 def _kept_hashes(dataset: PreparedDataset) -> dict[_Shard, np.ndarray]:
@@ -591,9 +594,10 @@ def _kept_hashes(dataset: PreparedDataset) -> dict[_Shard, np.ndarray]:
     return {shard: columns["hash"] for shard, columns in rows.items()}
 
 
-def _hashes(datasets: Sequence[PreparedDataset], place: _Place) -> np.ndarray:
-    dataset = datasets[place[0]]
-    shard = place[1]
+def _hashes(datasets: Sequence[PreparedDataset], shard_of: _ShardOf) -> np.ndarray:
+    """Return the hash of the content of each sample of a shard, int64, shape (samples,)."""
+    dataset = datasets[shard_of[0]]
+    shard = shard_of[1]
     where = dataset.store.url(dataset.shard_names[shard])
     if isinstance(dataset, ForeignDataset):
         return np.array([_hash_of_row(row, n) for n, row in enumerate(read_rows(dataset, shard))], dtype=np.int64)

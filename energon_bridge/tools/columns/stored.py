@@ -64,12 +64,10 @@ def read_columns(store: Store) -> dict[str, Column]:
         return {}
     where = store.url(COLUMNS_INDEX)
     try:
-        document = json.loads(store.read(COLUMNS_INDEX))
-        if document["format"] != _FORMAT:
-            raise MetadataError(
-                f"{where}: has format {document['format']!r}, expected {_FORMAT}. Upgrade energon_bridge."
-            )
-        return {name: _column(entry) for name, entry in document["columns"].items() if column_path(name)}
+        index = json.loads(store.read(COLUMNS_INDEX))
+        if index["format"] != _FORMAT:
+            raise MetadataError(f"{where}: has format {index['format']!r}, expected {_FORMAT}. Upgrade energon_bridge.")
+        return {name: _column(entry) for name, entry in index["columns"].items() if column_path(name)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise MetadataError(f"{where}: damaged: {error!r}. Delete it and add the columns again.") from error
 
@@ -111,26 +109,26 @@ def column_of(dataset: PreparedDataset, name: str, columns: Mapping[str, Column]
     column = columns[name]
     numbers = read_numbers(dataset.store, name, column)
     starts = np.cumsum([0, *(count for _, count, _ in column.shards)])
-    places = {shard: number for number, (shard, _, _) in enumerate(column.shards)}
+    numbers_of = {shard: number for number, (shard, _, _) in enumerate(column.shards)}
     pieces: list[np.ndarray] = []
     sizes = zip(dataset.shard_names, dataset.shard_counts.tolist(), dataset.shard_sizes.tolist(), strict=True)
     for shard, count, size in sizes:
-        place = places.get(shard)
-        if place is None or column.shards[place] != (shard, count, size):
-            covered = "nothing" if place is None else "{1} samples in {2} bytes".format(*column.shards[place])
+        number = numbers_of.get(shard)
+        if number is None or column.shards[number] != (shard, count, size):
+            covered = "nothing" if number is None else "{1} samples in {2} bytes".format(*column.shards[number])
             raise MetadataError(
                 f"{dataset.path}: the column {name!r} covers {covered} of the shard {shard!r}, which has {count} "
                 f"samples in {size} bytes. Add the column again: only new and changed shards are read."
             )
-        pieces.append(numbers[starts[place] : starts[place + 1]])
-    found_numbers = np.concatenate(pieces)
+        pieces.append(numbers[starts[number] : starts[number + 1]])
+    own = np.concatenate(pieces)
     if column.values is None:
-        return found_numbers
-    if not column.values or not 0 <= found_numbers.min() <= found_numbers.max() < len(column.values):
+        return own
+    if not column.values or not 0 <= own.min() <= own.max() < len(column.values):
         raise MetadataError(
             f"{dataset.store.url(column_path(name))}: has numbers without a text. Add the column again."
         )
-    return np.asarray(column.values)[found_numbers]
+    return np.asarray(column.values)[own]
 
 
 def _column(entry: Mapping[str, Any]) -> Column:

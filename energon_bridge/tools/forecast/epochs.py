@@ -25,7 +25,9 @@ from energon_bridge.tools.columns.amounts import AmountBlend
 from energon_bridge.tools.forecast.planned_run import Run
 
 _FAR = 1 << 40
+"""Steps beyond which nobody asks when a dataset ends."""
 _LANES_LOOKED_AT = 64
+"""Lanes, over all leaves, whose draws are looked at to tell how well a leaf is shuffled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,7 @@ class LeafForecast:
         draws: Samples of it that are drawn.
         epochs: How often it is gone through.
         bytes: About how many bytes of it are read.
-        mixing: How well it is mixed, from 0 to 1 (`forecast/epochs.py`); None if it keeps its own order.
+        mixing: How well its samples are shuffled, from 0 to 1 (`mixing`); None if it keeps its own order.
     """
 
     identity: str
@@ -252,6 +254,7 @@ def _schedule(
     rows = run.spec.rows
     curve = []
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
+        # Lane point % lanes makes this draw as its draw number point // lanes, for the microbatch m of the run.
         m = point // lanes // rows * lanes + point % lanes
         shares = _weights(run, point)
         turn = step_of(m, num_lanes=lanes, world_size=run.world_size)
@@ -294,6 +297,7 @@ def _why(run: Run) -> str:
 _PARTS = 10
 _DRAWS = 32
 _TIMES = 8
+"""Of `mixing`: parts of a dataset, draws in a row, and how many such rows are looked at in each lane."""
 
 
 def mixing(order: LeafOrder, lanes: int) -> float:

@@ -127,22 +127,22 @@ def run_of_state(
     rows = [row for row in saved.leaves if not row["parked"]]
     names: dict[str, Any] = {"dataset_config": dataset_config, "split_config": split_config}
     names["trust_remote_code"] = trust_remote_code
-    known = {name: settings[name] for name in _STREAM if name in settings}
+    stream = {name: settings[name] for name in _STREAM if name in settings}
     if mix is None:
         combined = _mix(kind, settings, rows)  # first: paths of joins are no folders
         spec = DatasetSpec(
             leaves=_leaves_of_state(settings, rows, **names),
             mix=combined,
-            settings=RunSettings(kind=kind, task_encoder=DefaultTaskEncoder(), **known),
+            settings=RunSettings(kind=kind, task_encoder=DefaultTaskEncoder(), **stream),
             worker_config=config,
         )
     else:
         parts = {row["split_part"] for row in rows}
         names["split_part"] = split_part or (parts.pop() if len(parts) == 1 else "train")
         if kind == "finite":
-            spec = get_val_dataset(mix, worker_config=config, **known, **names)
+            spec = get_val_dataset(mix, worker_config=config, **stream, **names)
         else:
-            spec = get_train_dataset(mix, worker_config=config, repeat=kind == "train", **known, **names)
+            spec = get_train_dataset(mix, worker_config=config, repeat=kind == "train", **stream, **names)
             spec = _shuffled_as_before(spec, settings)
     blocks = {row["identity"]: row["block"] for row in rows}
     plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
@@ -187,7 +187,7 @@ def _leaves_of_state(
     leaves = []
     epochs = _shuffle_epochs(settings, len(rows))
     opener = DatasetOpener(trust_remote_code=trust_remote_code)
-    for row, share, shuffle in zip(rows, _shares(rows), epochs, strict=True):
+    for row, weight, shuffle in zip(rows, _weights(rows), epochs, strict=True):
         ref = _reference(row, **names)
         dataset = opener.open(ref)
         lines, _, text = row["subset"].partition(" where ")
@@ -200,7 +200,7 @@ def _leaves_of_state(
             stop=stop,
             filter=text,
             kept=kept_samples(dataset, text, start, stop, where=row["path"]) if text else None,
-            share=share,
+            weight=weight,
             shuffle_epochs=shuffle,
         )
         # Leaves of the same content differ in their occurrence, which only the identity tells.
@@ -220,16 +220,16 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
         raise ConfigurationError(f"a state does not contain how datasets are joined: {_GIVE_MIX}")
     children = tuple(_reference(row) for row in rows)
     mode = settings.get("mode", "concat")  # validation has no mode: it takes its leaves in the order of the state
-    shares = _shares(rows)
+    given = _weights(rows)
     if len(rows) == 1:
         return flatten(children[0])
     root: TreeNode
     if kind == "finite":
         root = Concat(children=children)
     elif mode == "repetitions":
-        root = MixedEpochs(children=children, repetitions=shares)
-    elif mode == "weights" and "schedule" not in settings and sum(shares) == 1:
-        weights = tuple(WeightSchedule(kind="constant", points=((0, share),)) for share in shares)
+        root = MixedEpochs(children=children, repetitions=given)
+    elif mode == "weights" and "schedule" not in settings and sum(given) == 1:
+        weights = tuple(WeightSchedule(kind="constant", points=((0, weight),)) for weight in given)
         root = BlendNode(children=children, weights=weights, unit=settings.get("unit"))
     else:
         what = "weights that several datasets share by their sizes"
@@ -246,7 +246,7 @@ def _reference(row: State, **names: Any) -> LeafRef:
     return LeafRef(path=path, split_part=row["split_part"], is_jsonl=is_jsonl(path), where="the state", **names)
 
 
-def _shares(rows: Sequence[State]) -> tuple[Fraction, ...]:
+def _weights(rows: Sequence[State]) -> tuple[Fraction, ...]:
     return tuple(Fraction(row["share"] or 1) for row in rows)
 
 

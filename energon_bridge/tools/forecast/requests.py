@@ -1,7 +1,7 @@
 """What a run asks a store for: requests and bytes, by going through its order and reading nothing but indexes.
 
-A lane reads a round of a leaf at a time, or several together, samples that are neighbours in one request, as
-`core/stream/reader.py` and `cloud/remote.py` do; this follows the same rounds. Each process reads the index of each
+A lane reads a round of a leaf at a time, or several together, and neighbouring samples in one request. The rounds and
+requests counted here are those of `core/stream/reader.py` and `cloud/remote.py`. Each process reads the index of each
 shard once. Retries, opening the datasets, and large samples of which only parts are read (videos) are not counted.
 """
 
@@ -82,7 +82,7 @@ def store_forecast(run: Run, microbatches: int) -> StoreForecast | None:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A round, and which of its draws are read."""
+    """A round of a leaf: sample and epoch of each draw, which draws are read, and how many were asked for."""
 
     leaf: int
     first: int
@@ -104,8 +104,8 @@ class _Reads:
         together = max(1, self._pipeline.settings.read_together)
         self._rounds = RoundCache(
             self._leaves,
-            lambda leaf, found: _Open(
-                leaf, found.first, found.indices, found.epochs, np.zeros(found.indices.size, dtype=bool)
+            lambda leaf, loaded: _Open(
+                leaf, loaded.first, loaded.indices, loaded.epochs, np.zeros(loaded.indices.size, dtype=bool)
             ),
             together=lambda order: 1 if order.is_dealt else together,
         )
@@ -120,9 +120,9 @@ class _Reads:
 
     def indexes(self) -> tuple[int, int]:
         """Return how many indexes the lanes since the last call have read, and their bytes."""
-        found = len(self._touched), sum(self._touched.values())
+        counts = len(self._touched), sum(self._touched.values())
         self._touched = {}
-        return found
+        return counts
 
     def read(self, lane: int, draws: int) -> None:
         """Go through the first draws of a lane."""
@@ -130,42 +130,42 @@ class _Reads:
         chooser = Chooser(self._rounds, self._blend, lane, blend_position(self._leaves, self._blend, lane, 0))
         for drawn in range(0, draws, self._rows):
             for span in chooser.spans(min(self._rows, draws - drawn)):
-                found = span.round
+                opened = span.round
                 if not drawn:  # the first microbatch reads only its own draws
-                    self._read(found, span.low, span.high)
+                    self._read(opened, span.low, span.high)
                 elif settings.reads_rounds:
-                    self._read(found, span.low, len(found.indices))
+                    self._read(opened, span.low, len(opened.indices))
                     upcoming = self._rounds.of(lane, span.leaf)
-                    if upcoming.current is found and upcoming.upcoming is None:
+                    if upcoming.current is opened and upcoming.upcoming is None:
                         following = upcoming.following()
                         self._read(following, 0, len(following.indices))
                 elif settings.draws_ahead:
-                    self._read_some(found, span.low, settings.draws_ahead)
+                    self._read_some(opened, span.low, settings.draws_ahead)
                     upcoming = self._rounds.of(lane, span.leaf)
-                    if upcoming.current is found and found.asked >= len(found.indices):
+                    if upcoming.current is opened and opened.asked >= len(opened.indices):
                         self._read_some(upcoming.upcoming or upcoming.following(), 0, settings.draws_ahead)
-                self._read(found, span.low, span.high)
+                self._read(opened, span.low, span.high)
         self._rounds.drop(lane)
 
-    def _read_some(self, found: _Open, low: int, some: int) -> None:
-        if found.asked < min(low + some // 2, len(found.indices)):
-            start = max(low, found.asked)
-            found.asked = low + some
-            self._read(found, start, found.asked)
+    def _read_some(self, opened: _Open, low: int, some: int) -> None:
+        if opened.asked < min(low + some // 2, len(opened.indices)):
+            start = max(low, opened.asked)
+            opened.asked = low + some
+            self._read(opened, start, opened.asked)
 
-    def _read(self, found: _Open, low: int, high: int) -> None:
+    def _read(self, opened: _Open, low: int, high: int) -> None:
         """Count what reading some draws of a round asks for."""
-        unread = low + np.flatnonzero(~found.read[low:high])
-        if not unread.size or found.leaf not in self._far:
+        unread = low + np.flatnonzero(~opened.read[low:high])
+        if not unread.size or opened.leaf not in self._far:
             return
-        found.read[unread] = True
-        dataset = self._far[found.leaf]
-        samples = np.sort(found.indices[unread])
+        opened.read[unread] = True
+        dataset = self._far[opened.leaf]
+        samples = np.sort(opened.indices[unread])
         ends = np.cumsum(dataset.shard_counts)
         shards = np.searchsorted(ends, samples, side="right")
         local = samples - (ends[shards] - dataset.shard_counts[shards])
         for shard in np.unique(shards).tolist():
-            offsets = self._index(found.leaf, shard)
+            offsets = self._index(opened.leaf, shard)
             here = local[shards == shard]
             begins = offsets[here].astype(np.int64)
             stops = offsets[here + 1].astype(np.int64)
@@ -175,8 +175,8 @@ class _Reads:
             self.bytes += int(lengths.sum())
 
     def _index(self, leaf: int, shard: int) -> IntArray:
-        place = leaf, shard
-        if place not in self._offsets:
-            self._offsets[place] = read_index(self._far[leaf], shard)
-        self._touched[place] = self._offsets[place].nbytes
-        return self._offsets[place]
+        key = leaf, shard
+        if key not in self._offsets:
+            self._offsets[key] = read_index(self._far[leaf], shard)
+        self._touched[key] = self._offsets[key].nbytes
+        return self._offsets[key]

@@ -1,8 +1,8 @@
 """Which samples a step delivers: names from arithmetic, without reading any data.
 
-The draws of a microbatch follow from where its lane stands: at the beginning of the run, or in a saved state. From
-there on it is taken that every draw gives one sample, but those that are banned. Code that skips, packs or yields
-several moves what comes later, and so do samples in `exclude`; `assumption` says what an answer rests on.
+The draws of a microbatch follow from a position of its lane: the beginning of the run, or a saved state. From there on
+every draw is taken to give one sample, but those that are banned. Code that skips, packs or yields several moves what
+comes later, and so do samples in `exclude`; `assumption` says what an answer rests on.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from energon_bridge.core.stream.state import LaneState, SampleKey
 from energon_bridge.tools.columns.amounts import AmountBlend
 from energon_bridge.tools.forecast.planned_run import Run
 
-# Keys -----------------------------------------------------------------------------------------------------------------
-#
-# Keys of samples, looked up by shard and index in the dataset's key index, if it has one. That of a store is copied to
-# a temporary file first, if it is not too large.
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys of samples, looked up by shard and index in the dataset's key index, if it has one. An index at a URL is copied
+# to a temporary file first, if it is not too large.
 
 
 _LOOKUPS_BEFORE_READING = 8
@@ -43,7 +42,7 @@ _LOOKUPS_BEFORE_READING = 8
 _CACHED_SHARDS = 256
 """Shards whose keys are kept."""
 _MOST_COPIED = 1 << 30
-"""Bytes of a key index in a store that are copied for it; more would take long, and say so."""
+"""Bytes of a key index at a URL that are copied for it; copying more would take long, and `unknown` says so."""
 
 
 class KeyNames:
@@ -71,23 +70,23 @@ class KeyNames:
 
     def key_of(self, dataset: PreparedDataset, shard: str, index: int) -> str | None:
         """Return the key of a sample; None without a key index: shard and index name the sample, too."""
-        place = dataset.path, shard
-        keys = self._shards.get(place)
+        shard_key = dataset.path, shard
+        keys = self._shards.get(shard_key)
         if keys is not None:
             return keys[index] if index < len(keys) else None
         try:
             if dataset.path not in self._indices:
                 self._indices[dataset.path] = None
                 self._indices[dataset.path] = self._key_index(dataset)
-            known = self._indices[dataset.path]
-            if known is None:
+            key_index = self._indices[dataset.path]
+            if key_index is None:
                 return None
-            self._asked[place] += 1
-            if self._asked[place] <= _LOOKUPS_BEFORE_READING:
-                return keys_at(known[0], known[1][shard], [index])[0]
+            self._asked[shard_key] += 1
+            if self._asked[shard_key] <= _LOOKUPS_BEFORE_READING:
+                return keys_at(key_index[0], key_index[1][shard], [index])[0]
             if len(self._shards) == _CACHED_SHARDS:
                 del self._shards[next(iter(self._shards))]
-            keys = self._shards[place] = keys_of_shard(known[0], known[1][shard])
+            keys = self._shards[shard_key] = keys_of_shard(key_index[0], key_index[1][shard])
             return keys[index] if index < len(keys) else None
         except (KeyIndexError, StorageError) as error:
             self.unknown.setdefault(dataset.path, str(error))
@@ -184,10 +183,10 @@ def _endless_turn(run: Run, turn: int, names: _RunNames) -> list[NamedMicrobatch
     lanes = run.num_lanes
     ranks = run.world_size
     m = first_microbatch(turn, num_lanes=lanes, world_size=ranks)
-    stand = run.microbatches
-    if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
+    saved = run.microbatches
+    if first_microbatch(step_of(saved, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != saved:
         raise ConfigurationError(
-            f"the state is at microbatch {stand}, where no step of {ranks} ranks starts ({lanes} lanes): the run has "
+            f"the state is at microbatch {saved}, where no step of {ranks} ranks starts ({lanes} lanes): the run has "
             "changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of ranks "
             "that it was saved with (--world-size)"
         )
@@ -250,38 +249,39 @@ class _RunNames:
         self._run = run
         self._sample_names = _SampleNames(run.plan.leaves, keys)
         self._round_cache = plain_rounds(run.plan.leaves)
-        # Of lanes whose draws depend on those before (bans, amounts): the draws from a microbatch on, and the next
-        # microbatch that they give.
+        # By lane, where draws depend on those before (bans, amounts): the microbatch from which the draws were counted,
+        # the next one that they give, and the draws. So microbatches asked for in order are counted once.
         self._walks: dict[int, tuple[int, int, UnbannedDraws]] = {}
         bans = any(leaf.bans is not None for leaf in run.plan.leaves)
         self._is_walked = bans or isinstance(run.plan.blend, AmountBlend)
 
-    def _moved(self, lane: int, stand: LaneState, m: int) -> LaneState:
+    def _moved(self, lane: int, start: LaneState, m: int) -> LaneState:
+        """Return the position of a lane before microbatch m, by arithmetic from an earlier one."""
         number = microbatches_before(lane, m, self._run.num_lanes)
         blend = self._run.plan.blend
-        draw = stand.draw + (number - stand.microbatches) * self._run.spec.rows
-        if draw == stand.draw:
-            return replace(stand, microbatches=number, taken=0)
+        draw = start.draw + (number - start.microbatches) * self._run.spec.rows
+        if draw == start.draw:
+            return replace(start, microbatches=number, taken=0)
         leaves = self._run.plan.leaves
-        before, after = (blend_position(leaves, blend, lane, at - stand.origin).leaf_draws for at in (stand.draw, draw))
-        leaf_draws = np.array(stand.leaf_draws) + after - np.array(before)
-        return LaneState(number, draw, 0, tuple(leaf_draws.tolist()), stand.origin)
+        before, after = (blend_position(leaves, blend, lane, at - start.origin).leaf_draws for at in (start.draw, draw))
+        leaf_draws = np.array(start.leaf_draws) + after - np.array(before)
+        return LaneState(number, draw, 0, tuple(leaf_draws.tolist()), start.origin)
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
         lane = m % self._run.num_lanes
         rows = self._run.spec.rows
-        stand = self._stand(lane, m)
+        start = self._start(lane, m)
         number = microbatches_before(lane, m, self._run.num_lanes)
         if self._is_walked:
             first, at, draws = self._walks.get(lane) or (-1, 0, None)
-            if draws is None or first != stand.microbatches or at > number:
-                first = at = stand.microbatches
-                draws = self._draws(lane, stand, stand.taken)
+            if draws is None or first != start.microbatches or at > number:
+                first = at = start.microbatches
+                draws = self._draws(lane, start, start.taken)
             for _ in range(at, number):
                 draws.take(rows)
             self._walks[lane] = first, number + 1, draws
         else:
-            draws = self._draws(lane, self._moved(lane, stand, m), 0 if number > stand.microbatches else stand.taken)
+            draws = self._draws(lane, self._moved(lane, start, m), 0 if number > start.microbatches else start.taken)
         members = draws.take(rows)
         samples = (self._sample_names.of(row, *member) for row, member in enumerate(members.tolist()))
         return NamedMicrobatch(rank=rank, microbatch=m, lane=lane, samples=tuple(samples))
@@ -291,8 +291,8 @@ class _RunNames:
         chooser = Chooser(self._round_cache, blend, lane, at.blend_position)
         return UnbannedDraws(chooser, taken)
 
-    def _stand(self, lane: int, m: int) -> LaneState:
-        """Return a position of a lane not after microbatch m, to count on from: that of the state, or a fresh one."""
+    def _start(self, lane: int, m: int) -> LaneState:
+        """Return a position of a lane not after microbatch m, to count from: that of the state, or the beginning."""
         run = self._run
         if m >= run.microbatches and run.state is not None:
             if lane not in run.lanes:

@@ -2,6 +2,7 @@
 
 It imports the core, models and the tools beside it. Begin with `records`, which turns samples and batches into plain
 values of bounded size: only text and small, re-encoded pictures, whatever the data holds. `sample_source` loads
-samples, `batches` runs the loader up to a step; `terminal`, `pages`, `texts` and `notebook` show what they got.
-`reads` draws which samples are read when, `mount` shows a dataset as files.
+samples, `batches` runs the loader up to a step. `terminal` and `pages` (HTML) show these; `texts` and `notebook` are
+what samples and batches look like when they are printed. `reads` draws which samples are read when, `mount` shows a
+dataset as files.
 """

@@ -84,10 +84,10 @@ class ShownBatch:
     def drawn(self) -> Iterator[DrawnSample]:
         """Yield the samples of all real rows."""
         for number, row in enumerate(self.rows):
-            for place, member in enumerate(row.members if row.valid else ()):
+            for position, member in enumerate(row.members if row.valid else ()):
                 facts = {"step": self.step, "rank": self.rank, "row": number}
                 facts |= {"microbatch": self.microbatch} if self.microbatch is not None else {}
-                facts |= {"in row": place} if len(row.members) > 1 else {}
+                facts |= {"in row": position} if len(row.members) > 1 else {}
                 yield DrawnSample(key=member, facts=facts)
 
 
@@ -115,9 +115,9 @@ def delivered(
 
     Args:
         spec: What the run reads, with its task encoder.
-        steps: Steps before them, counted from the beginning of the run on `world_size` ranks.
+        steps: Numbers of the steps, counted from the beginning of the run on `world_size` ranks.
         world_size: Data-parallel ranks.
-        state: Where to start; without it, loading starts at the first step.
+        state: The position to load from; without it, loading begins with the run.
         rank: Return the steps of this rank only.
         per_step: Microbatches of a rank in a step.
 
@@ -185,12 +185,12 @@ def _next_step(lanes: int, world_size: int, state: State | None) -> int:
 
 
 def shown(batch: Any, encoder: Any, *, step: int, rank: int, num_lanes: int) -> ShownBatch:
-    """Return the view of a batch.
+    """Return what is shown of a batch.
 
     Args:
         batch: As the loader delivers it.
         encoder: The task encoder, whose tokenizer decodes the tokens.
-        step, rank: Where it was delivered.
+        step, rank: The step in which, and the rank to which, it was delivered.
         num_lanes: Lanes of the run.
     """
     get = _getter(batch)
@@ -262,7 +262,7 @@ def _is_record(batch: Any) -> bool:
 
 
 class TokenNames:
-    """Decodes and classifies the tokens of an encoder's tokenizer."""
+    """The text of each token by an encoder's tokenizer, and whether it is text, special, or part of an image."""
 
     def __init__(self, encoder: Any) -> None:
         self._tokenizer = getattr(encoder, "tokenizer", None)
@@ -297,6 +297,7 @@ def _token_rows(
     valid: Sequence[bool],
     members: Sequence[list[SampleKey]],
 ) -> Iterator[ShownRow]:
+    """Yield the rows of a batch of tokens; `members` are the samples of each row, `valid` says which rows are real."""
     tokens, labels, losses = (_rows(get(name)) for name in ("tokens", "labels", "loss_mask"))
     counts = iter(get("num_images") or ())
     pictures = iter(_pictures(get("pixel_values"), sum(get("num_images") or ())))
@@ -304,8 +305,8 @@ def _token_rows(
         segments = []
         learned = losses[row] if losses else [0.0] * len(ids)
         for segment in get("segments")[row]:
-            place = slice(segment.start, segment.start + segment.length)
-            said = _tokens(ids[place], labels[row][place] if labels else [], learned[place], names)
+            part = slice(segment.start, segment.start + segment.length)
+            said = _tokens(ids[part], labels[row][part] if labels else [], learned[part], names)
             some = [picture for _, picture in zip(range(next(counts, 0)), pictures, strict=False)]
             segments.append(ShownSegment(segment=segment, tokens=said, pictures=some))
         used = sum(one.segment.length for one in segments)
@@ -327,13 +328,13 @@ def _tokens(ids: Sequence[int], labels: Sequence[int], learned: Sequence[float],
     said = [names.text(label) if loss else None for label, loss in zip(labels, learned, strict=False)]
     said += [None] * (len(ids) - len(said))
     tokens = []
-    for kind, run in groupby(range(len(ids)), lambda place: names.kind(ids[place])):
-        places = list(run)
+    for kind, run in groupby(range(len(ids)), lambda position: names.kind(ids[position])):
+        positions = list(run)
         # The last token of an image may carry loss: its label is the token that follows.
-        if kind == "image" and all(said[place] is None for place in places[:-1]):
-            tokens.append(Token(kind, names.text(ids[places[0]]), said[places[-1]], len(places)))
+        if kind == "image" and all(said[position] is None for position in positions[:-1]):
+            tokens.append(Token(kind, names.text(ids[positions[0]]), said[positions[-1]], len(positions)))
         else:
-            tokens += [Token(kind, names.text(ids[place]), said[place]) for place in places]
+            tokens += [Token(kind, names.text(ids[position]), said[position]) for position in positions]
     return tokens
 
 

@@ -61,10 +61,10 @@ class DatasetTree:
         self._top: dict[str, Any] = {}
         for shard in read_info(store).shard_counts:
             *folders, name = _names(shard)
-            place = self._top
+            inner = self._top
             for folder in folders:
-                place = place.setdefault(folder, {})
-            place[name] = shard  # a folder that is read when somebody looks into it
+                inner = inner.setdefault(folder, {})
+            inner[name] = shard  # a folder that is read when somebody looks into it
 
     def find(self, path: str) -> Folder | MountedPart | None:
         """Return the folder or file at a path such as `/train/0.tar/cat.jpg`; None if there is nothing.
@@ -114,10 +114,10 @@ class DatasetTree:
             key = scan.keys[sample]
             full = f"{key}/{name.replace('/', '%2F')}" if self._sample_folders else f"{key}.{name}"
             *folders, last = _names(full)
-            place = root
+            inner = root
             for folder in folders:
-                place = _folder_in(place, folder)
-            place[_free(place, last)] = MountedPart(shard=shard, offset=offset, size=size)
+                inner = _folder_in(inner, folder)
+            inner[_free(inner, last)] = MountedPart(shard=shard, offset=offset, size=size)
         return root
 
 
@@ -129,24 +129,24 @@ def _names(path: str) -> list[str]:
 _SAFE = {"": "%", ".": "%2E", "..": "%2E%2E"}
 
 
-def _folder_in(place: Folder, name: str) -> Folder:
+def _folder_in(folder: Folder, name: str) -> Folder:
     """Return the folder of a name, made if it is not there; a file that has the name keeps it."""
-    node = place.get(name)
+    node = folder.get(name)
     if isinstance(node, MountedPart):
         name = f"{name}~2"
-        node = place.get(name)
+        node = folder.get(name)
     if node is None:
         made: Folder = {}
-        place[name] = made
+        folder[name] = made
         return made
-    return _folder_in(place, name) if isinstance(node, MountedPart) else node
+    return _folder_in(folder, name) if isinstance(node, MountedPart) else node
 
 
-def _free(place: Folder, name: str) -> str:
+def _free(folder: Folder, name: str) -> str:
     """Return a name that nothing in the folder has."""
     number = 1
     free = name
-    while free in place:
+    while free in folder:
         number += 1
         free = f"{name}~{number}"
     return free
@@ -202,7 +202,7 @@ def _operations(tree: DatasetTree, mfusepy: Any) -> Any:
             self.mounted = True
 
         def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
-            node = None if tree.is_shard(path) else self._found(path)
+            node = None if tree.is_shard(path) else self._node(path)
             is_file = isinstance(node, MountedPart)
             return {
                 "st_mode": (stat.S_IFREG | 0o444) if is_file else (stat.S_IFDIR | 0o555),
@@ -214,7 +214,7 @@ def _operations(tree: DatasetTree, mfusepy: Any) -> Any:
             }
 
         def readdir(self, path: str, fh: int) -> Iterator[str]:
-            node = self._found(path)
+            node = self._node(path)
             if isinstance(node, MountedPart):
                 raise failing(errno.ENOTDIR)
             yield from (".", "..", *node)
@@ -225,7 +225,7 @@ def _operations(tree: DatasetTree, mfusepy: Any) -> Any:
             return 0
 
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-            node = self._found(path)
+            node = self._node(path)
             if not isinstance(node, MountedPart):
                 raise failing(errno.EISDIR)
             try:
@@ -233,7 +233,7 @@ def _operations(tree: DatasetTree, mfusepy: Any) -> Any:
             except EnergonError as error:
                 raise failing(errno.EIO) from error
 
-        def _found(self, path: str) -> Folder | MountedPart:
+        def _node(self, path: str) -> Folder | MountedPart:
             try:
                 node = tree.find(path)
             except EnergonError as error:  # a damaged shard

@@ -38,7 +38,7 @@ def html_of(record: Any, names: Iterable[str]) -> str:
     lines = [f"<tr><th>key</th>{''.join(f'<th>{_escaped(name)}</th>' for name, _ in fields)}</tr>"]
     lines += [f"<tr><td></td>{''.join(f'<td>{_escaped(value_text(value))}</td>' for _, value in fields)}</tr>"]
     for row in range(min(rows, _MOST_ROWS)):
-        cells = "".join(f"<td>{_cell(entry) if found else ''}</td>" for found, entry in _entries(fields, row, rows))
+        cells = "".join(f"<td>{_cell(entry) if has else ''}</td>" for has, entry in _entries(fields, row, rows))
         lines.append(f"<tr><td>{_escaped(shortened(str(keys[row]), _MOST_TEXT))}</td>{cells}</tr>")
     more = f"and {counted(rows - _MOST_ROWS, 'more row')}" if rows > _MOST_ROWS else ""
     return f"{head}<table>{''.join(lines)}</table>{more}"
@@ -84,6 +84,10 @@ def _picture(value: Any) -> str:
 
 
 def as_image(value: Any) -> Any:
+    """Return an image of Pillow, numpy (H, W, C) or torch (C, H, W) as a small Pillow image; None for anything else.
+
+    Floats are shown as they are if they lie in [0, 1], and otherwise from their least to their largest value.
+    """
     import numpy as np
     from PIL import Image
 

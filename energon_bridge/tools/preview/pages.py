@@ -1,4 +1,4 @@
-"""Pages for a browser that open from a folder, without a server; and the report of a run, the same in one file.
+"""Pages for a browser that open from a folder, without a server; and the page of a run's report, all in one file.
 
     index.html, preview.css, preview.js     the same for every preview
     data/meta.js                            counts, datasets, histograms, the list of batches
@@ -39,6 +39,7 @@ from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, Sh
 from energon_bridge.tools.preview.sample_source import DatasetShare, DrawnSample, SampleSource
 
 _PER_FILE = 60
+"""Samples in a file of data, which is a page."""
 _PER_SEARCH_FILE = 5000
 _SEARCHED_CHARACTERS = 1000
 """Characters of a sample's texts that are searched."""
@@ -53,13 +54,14 @@ PageBlock = str | Mapping[str, Any]
 """A text, a table or a chart: see `tableElement` and `chartElement` in page.js."""
 _CONTROLS = [*range(9), 11, 12, *range(14, 32), 127, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")
+"""What control characters, and those that turn the direction of text, are replaced by."""
 PageFiles = list[tuple[str, bytes | ByteRange]]
 """Files to write: the extension and the bytes of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """A record with its pictures and clips as files to write."""
+    """A record as the pages have it: its fields as plain values, and its pictures and clips as files to write."""
 
     record: SampleRecord
     fields: list[Any]
@@ -83,7 +85,7 @@ def write_pages(
         source: Loads the samples.
         title: Title of the pages, with `notes` below it.
         batches: Batches, whose samples are among those drawn.
-        forecast: A run over the same mix: its shares, epochs and mixing are shown.
+        forecast: A run over the same mix: shares of the draws, epochs and how well datasets are shuffled are shown.
 
     Raises:
         ConfigurationError: The folder holds something else, or cannot be written.
@@ -169,7 +171,7 @@ class _Writer:
         self._page: list[Any] = []
         self._search: tuple[list[str], list[str], list[int]] = ([], [], [])
         self._sizes: dict[str, array[int]] = {}
-        self._places: dict[tuple[Any, ...], int] = {}
+        self._numbers_of: dict[tuple[Any, ...], int] = {}
         (folder / "data").mkdir(parents=True)
         for name, own in _FILES.items():
             (folder / name).write_bytes(files(__package__).joinpath(own).read_bytes())
@@ -204,7 +206,7 @@ class _Writer:
             self._sizes.setdefault(name, array("q")).extend(sizes)
         facts = record.facts
         if "row" in facts:
-            self._places[_position(facts)] = self.count
+            self._numbers_of[_position(facts)] = self.count
         self.count += 1
         if len(self._page) == _PER_FILE:
             self._flush_page()
@@ -221,7 +223,7 @@ class _Writer:
             self._flush_search()
         datasets: Counter[str] = Counter()
         for number, batch in enumerate(batches):
-            self._write("batch", number, {"rows": [self._row(batch, place) for place in range(len(batch.rows))]})
+            self._write("batch", number, {"rows": [self._row(batch, row) for row in range(len(batch.rows))]})
             datasets.update(one.segment.dataset for row in batch.rows for one in row.segments)
         names = [part.name for part in self._parts]
         meta = {
@@ -248,12 +250,12 @@ class _Writer:
                 }
                 for one in batches
             ],
-            "plan": None if forecast is None else _plan(forecast),
+            "plan": None if forecast is None else _forecast_values(forecast),
         }
         self._write("meta", None, meta)
 
-    def _row(self, batch: ShownBatch, place: int) -> dict[str, Any]:
-        row = batch.rows[place]
+    def _row(self, batch: ShownBatch, row_number: int) -> dict[str, Any]:
+        row = batch.rows[row_number]
         plain = []
         for number, one in enumerate(row.segments):
             media: PageFiles = []
@@ -268,16 +270,16 @@ class _Writer:
                     "length": segment.length,
                     "tokens": [[token.kind, token.text, token.label, token.count] for token in one.tokens],
                     "pictures": pictures,
-                    "sample": self._places.get((batch.step, batch.rank, batch.microbatch, place, number)),
+                    "sample": self._numbers_of.get((batch.step, batch.rank, batch.microbatch, row_number, number)),
                 }
             )
         media = []
         fields = [[name, _numbered(_plain(items, media), self._media)] for name, items in row.fields]
         self._write_media(media)
-        places = ((batch.step, batch.rank, batch.microbatch, place, number) for number in range(len(row.members)))
+        keys = ((batch.step, batch.rank, batch.microbatch, row_number, number) for number in range(len(row.members)))
         return {
             "valid": row.valid,
-            "samples": [] if row.segments else [self._places[one] for one in places if one in self._places],
+            "samples": [] if row.segments else [self._numbers_of[one] for one in keys if one in self._numbers_of],
             "length": row.length,
             "padding": row.padding,
             "segments": plain,
@@ -340,7 +342,7 @@ def write_run(path: Path, title: str, facts: Mapping[str, object], sections: Map
     write_file(path, (whole.encode(),))
 
 
-def _plan(forecast: Forecast) -> dict[str, Any]:
+def _forecast_values(forecast: Forecast) -> dict[str, Any]:
     """Return what the pages show of a run; its datasets are in order of the mix."""
     leaves = [
         {"written": one.written, "share": one.share, "draws": one.draws, "epochs": one.epochs, "mixing": one.mixing}
@@ -371,11 +373,11 @@ def histogram(name: str, values: Iterable[int]) -> dict[str, Any]:
     log = low > 0 and high / low > 100
     edges = list(_log_edges(low, high) if log else _even_edges(low, high))
     counts = [0] * (len(edges) - 1)
-    place = 0
+    bin_number = 0
     for value in ordered:
-        while place + 1 < len(counts) and value >= edges[place + 1]:
-            place += 1
-        counts[place] += 1
+        while bin_number + 1 < len(counts) and value >= edges[bin_number + 1]:
+            bin_number += 1
+        counts[bin_number] += 1
     return {
         "name": name,
         "edges": edges,
@@ -402,8 +404,7 @@ def _log_edges(low: int, high: int) -> Iterator[int]:
             last = edge
 
 
-# Serving --------------------------------------------------------------------------------------------------------------
-#
+# ---------------------------------------------------------------------------------------------------------------------
 # The pages over HTTP, for those who cannot open the folder itself; on this machine only. Only the folder is served,
 # with byte ranges, so that videos seek. Requests for another host name are refused, or any web site could read the
 # pages through the browser of someone who visits it.

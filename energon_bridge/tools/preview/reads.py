@@ -1,4 +1,4 @@
-"""A picture of the reads of a run: steps from left to right, samples from top to bottom, a colour for each rank.
+"""A picture of which samples a run reads: steps from left to right, samples from top to bottom, a colour for each rank.
 
 For a run of this package the reads are computed. For one of megatron-energon they come from the logs of its workers
 (`worker_debug_path`): files of JSON, one event per line; the event `…DataLoader.yield` has the keys of a batch.
@@ -96,13 +96,13 @@ def reads_of_run(run: Run, first_step: int, num_steps: int) -> Reads:
         first += count
     steps = range(first_step, first_step + num_steps)
 
-    def found() -> Iterator[tuple[int, int, int]]:
+    def triples() -> Iterator[tuple[int, int, int]]:
         for step, microbatches in zip(steps, name_steps(run, steps), strict=True):
             for microbatch in microbatches:
                 for sample in microbatch.samples:
                     yield step, microbatch.rank, offsets[sample.restore_key[0]] + sample.index
 
-    return _collected(tuple(bands), first_step, num_steps, found())
+    return _collected(tuple(bands), first_step, num_steps, triples())
 
 
 def log_files(source: Sequence[str]) -> list[Path]:
@@ -140,8 +140,8 @@ def reads_of_logs(files: Sequence[Path], first_step: int, num_steps: int, loader
     for event in _events(files):
         keys = event.get("keys")
         if isinstance(keys, list):
-            place = int(event["global_idx"]), int(event["r"])
-            delivered.setdefault(int(event["id"]), []).append((*place, [str(key) for key in keys]))
+            step_and_rank = int(event["global_idx"]), int(event["r"])
+            delivered.setdefault(int(event["id"]), []).append((*step_and_rank, [str(key) for key in keys]))
     if not delivered:
         raise ConfigurationError(
             f"{files[0]}: the logs contain no samples. Write them with WorkerConfig(worker_debug_path=…, "
@@ -149,8 +149,8 @@ def reads_of_logs(files: Sequence[Path], first_step: int, num_steps: int, loader
         )
     chosen = max(delivered, key=lambda one: len(delivered[one])) if loader is None else loader
     if chosen not in delivered:
-        known = ", ".join(map(str, sorted(delivered)))
-        raise ConfigurationError(f"{files[0]}: there is no loader {chosen}; loaders: {known}")
+        loaders = ", ".join(map(str, sorted(delivered)))
+        raise ConfigurationError(f"{files[0]}: there is no loader {chosen}; loaders: {loaders}")
     wanted = [one for one in delivered[chosen] if first_step <= one[0] < first_step + num_steps]
     names = sorted({key for _, _, keys in wanted for key in keys})
     numbers = {key: number for number, key in enumerate(names)}
@@ -270,8 +270,8 @@ def _svg(reads: Reads, png: bytes, title: str) -> str:
     parts.append(f'<text x="{_LEFT}" y="{base}">step {reads.first_step:,}</text>')
     parts.append(f'<text x="{_LEFT + _COLUMNS}" y="{base}" text-anchor="end">step {last:,}</text>')
     ranks = np.unique(reads.ranks).tolist()
-    for place, rank in enumerate(ranks[: len(_COLORS)]):
-        x, color = _LEFT + 90 * place, "#" + "".join(f"{int(part):02x}" for part in _COLORS[rank % len(_COLORS)])
+    for number, rank in enumerate(ranks[: len(_COLORS)]):
+        x, color = _LEFT + 90 * number, "#" + "".join(f"{int(part):02x}" for part in _COLORS[rank % len(_COLORS)])
         parts.append(f'<rect x="{x}" y="{base + 14}" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{x + 17}" y="{base + 24}">rank {rank}</text>')
     if len(ranks) > len(_COLORS):

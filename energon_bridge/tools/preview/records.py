@@ -389,8 +389,8 @@ def _samples(value: Any) -> tuple[Any, int] | None:
 def _clip(value: AVDecoder) -> Clip | Text:
     """Return a video or sound, or a note on one that is too large or that browsers cannot play."""
     try:
-        known = value.get_metadata(get_video_frame_count=False)
-        facts = {entry.name.replace("_", " "): getattr(known, entry.name) for entry in fields(known)}
+        metadata = value.get_metadata(get_video_frame_count=False)
+        facts = {entry.name.replace("_", " "): getattr(metadata, entry.name) for entry in fields(metadata)}
         said = ", ".join(f"{name} {round(fact, 3):g}" for name, fact in facts.items() if fact is not None)
     except ConfigurationError:  # PyAV is not installed; browsers do not need it
         said = ""

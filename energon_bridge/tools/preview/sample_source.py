@@ -62,7 +62,7 @@ class DrawnSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetShare:
-    """One dataset of a mix: its name, samples, and share of the draws (0 if unknown)."""
+    """One dataset of a mix: its path, number of samples, and share of the draws, from 0 to 1."""
 
     name: str
     num_samples: int
@@ -74,7 +74,7 @@ class SampleSource:
 
     Args:
         spec: The mix; its task encoder is not used.
-        plan: The leaves; default: those of a run of one rank.
+        plan: The plan of the run whose samples are shown; default: that of a run of one rank.
     """
 
     def __init__(self, spec: DatasetSpec, plan: RunPlan | None = None) -> None:
@@ -96,11 +96,11 @@ class SampleSource:
     def by_key(self, keys: Sequence[str]) -> Iterator[DrawnSample]:
         """Yield the samples with some keys; raises ConfigurationError for a key that none has."""
         leaves = self._spec.leaves
-        known = look_up(leaves, keys)
+        by_leaf = look_up(leaves, keys)
         for key in dict.fromkeys(keys):
-            places = [(leaf, numbers[key]) for leaf, numbers in zip(leaves, known, strict=True) if key in numbers]
+            holders = [(leaf, numbers[key]) for leaf, numbers in zip(leaves, by_leaf, strict=True) if key in numbers]
             drawn = [
-                (leaf.identity, index) for leaf, numbers in places for index in numbers[leaf.has(numbers)].tolist()
+                (leaf.identity, index) for leaf, numbers in holders for index in numbers[leaf.has(numbers)].tolist()
             ]
             if not drawn:
                 raise ConfigurationError(f"no sample has the key {key!r}. --split-part reads another part of the split")
@@ -109,13 +109,13 @@ class SampleSource:
     def parts(self) -> list[DatasetShare]:
         """Return the datasets of the mix, in its order."""
         leaves = self._spec.leaves
-        known = self._spec.mode in ("weights", "single")
-        total = sum(leaf.share if known else leaf.share * leaf.num_samples for leaf in leaves) or 1
+        weighs = self._spec.mode in ("weights", "single")
+        total = sum(leaf.weight if weighs else leaf.weight * leaf.num_samples for leaf in leaves) or 1
         return [
             DatasetShare(
                 name=leaf.dataset.path,
                 num_samples=leaf.num_samples,
-                share=float((leaf.share if known else leaf.share * leaf.num_samples) / total),
+                share=float((leaf.weight if weighs else leaf.weight * leaf.num_samples) / total),
             )
             for leaf in leaves
         ]
@@ -200,8 +200,8 @@ def shared_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
     open_ones = list(range(len(sizes)))
     while left and open_ones:
         each, rest = divmod(left, len(open_ones))
-        for place, number in enumerate(open_ones):
-            taken = min(sizes[number] - counts[number], each + (place < rest))
+        for position, number in enumerate(open_ones):
+            taken = min(sizes[number] - counts[number], each + (position < rest))
             counts[number] += taken
             left -= taken
         open_ones = [number for number in open_ones if counts[number] < sizes[number]]

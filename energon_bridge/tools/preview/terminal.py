@@ -60,11 +60,11 @@ def lines_of_batch(batch: ShownBatch, *, columns: int) -> Iterator[Styled]:
         yield Styled(f"row {number}{'' if row.valid else ' (masked)'}{size}", "cyan")
         if row.length:
             yield from _indented(iter([_bar(row)]))
-        for place, one in enumerate(row.segments):
+        for position, one in enumerate(row.segments):
             segment = one.segment
             end = segment.start + segment.length
             what = f"{clean(segment.key)}  {clean(segment.dataset)}, tokens {segment.start} to {end - 1}"
-            yield from _indented(iter([Styled(what, _COLORS[place % len(_COLORS)])]))
+            yield from _indented(iter([Styled(what, _COLORS[position % len(_COLORS)])]))
             for picture in one.pictures if columns else ():
                 yield from _indented(_picture(picture, min(columns, 24)))
             yield from _indented(iter([_tokens(one.tokens)]))
@@ -162,11 +162,11 @@ def _clip(clip: Clip, columns: int) -> Iterator[Styled]:
 def _bar(row: ShownRow) -> Styled:
     bar = Styled()
     end = 0
-    for place, one in enumerate(row.segments):
+    for number, one in enumerate(row.segments):
         segment = one.segment
         bar.append("·" * round(_BAR * (segment.start - end) / row.length), "dim")
         end = segment.start + segment.length
-        bar.append("█" * max(1, round(_BAR * segment.length / row.length)), _COLORS[place % len(_COLORS)])
+        bar.append("█" * max(1, round(_BAR * segment.length / row.length)), _COLORS[number % len(_COLORS)])
     return bar.append("·" * round(_BAR * (row.length - end) / row.length), "dim")
 
 

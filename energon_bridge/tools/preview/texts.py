@@ -56,10 +56,12 @@ def title_of(record: Any) -> str:
 
 
 def meta_field(record: Any, name: str) -> Any:
+    """Return a field of a sample or batch; None if it has none of that name."""
     return record.get(name) if isinstance(record, dict) else getattr(record, name, None)
 
 
 def shown_fields(record: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the fields with these names, without meta fields and those that are not set."""
     for name in names:
         if not (name.startswith("__") and name.endswith("__")):
             try:
@@ -97,4 +99,5 @@ def _array_text(value: Any) -> str:
 
 
 def shortened(text: str, length: int) -> str:
+    """Return a text cut to a number of characters."""
     return text if len(text) <= length else f"{text[:length]}…"

@@ -22,7 +22,7 @@ with optional_packages():
 
 
 class RunReport(Callback):
-    """Write a page about the run when it ends: losses, waiting, shares of the datasets, what was left out, slow ones.
+    """Write a page about the run when it ends: losses, waiting, draws of the datasets, what was left out, slow batches.
 
     The page is one HTML file that needs no server. It covers the run from its beginning, also after a resume, because
     the callback's state is part of Lightning's checkpoints. A run that fails leaves its page, too.

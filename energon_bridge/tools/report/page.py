@@ -22,7 +22,9 @@ from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, HighLo
 logger = logging.getLogger(__name__)
 
 _MOST_LINES = 8
+"""Datasets in the chart of draws."""
 _MOST_INTERVALS = 40
+"""Points of a line of it."""
 
 
 def write_report(
@@ -125,7 +127,10 @@ def _mix_line(name: str, rows: Sequence[Any], total: int, hue: int | None) -> li
 
 
 def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[int, int]) -> list[PageBlock]:
-    """Return a chart of the share of each of some datasets in the draws between two looks, and what the mix planned."""
+    """Return a chart of the share of some datasets in the draws over the run, and what the mix planned for them.
+
+    `hues` has the colour of each dataset to show, by its number.
+    """
     together: dict[int, Counter[str]] = {}
     seen = Counter(step for rank in ranks for step, _ in rank.draws)
     for rank in ranks:
@@ -237,11 +242,11 @@ def _highest(ranks: Sequence[RankSummary], folder: Path, spec: DatasetSpec | Non
     if not highest:
         return []
     pages, said = _pages_of(highest, folder, spec)
-    place = quote(folder.name)
+    folder_url = quote(folder.name)
     lines = []
     for (above, loss, step, _, keys, rank, samples), numbers in zip(highest, pages, strict=True):
-        found = [(f"page {number + 1}", f"{place}/index.html#/sample/{number}") for number in numbers]
-        cell = {"keys": keys or [f"sample {one[1]}" for one in samples], "links": found}
+        links = [(f"page {number + 1}", f"{folder_url}/index.html#/sample/{number}") for number in numbers]
+        cell = {"keys": keys or [f"sample {one[1]}" for one in samples], "links": links}
         lines.append((f"{loss:.4f}", f"{step:,}", str(rank), f"{above:+.4f}", cell))
     table = _table(("loss", "step", "rank", "above usual", "samples"), lines, right=(0, 1, 2, 3))
     return [
@@ -259,11 +264,11 @@ def _pages_of(highest: Sequence[HighLoss], folder: Path, spec: DatasetSpec | Non
     """
     none: list[list[int]] = [[] for _ in highest]
     pages: list[list[int]] = [[] for _ in highest]
-    known = {leaf.identity for leaf in spec.leaves} if spec is not None else set()
+    identities = {leaf.identity for leaf in spec.leaves} if spec is not None else set()
     drawn: list[DrawnSample] = []
     for (_, _, step, _, _, rank, samples), numbers in zip(highest, pages, strict=True):
         for identity, index, epoch, _ in samples:
-            if identity in known:
+            if identity in identities:
                 numbers.append(len(drawn))
                 drawn.append(DrawnSample(key=(identity, index, epoch, 0), facts={"step": step, "rank": rank}))
     if spec is None or not drawn:

@@ -1,8 +1,8 @@
 """What happened in a run, for the report at its end (`page.py` makes it).
 
-`RunRecorder` keeps it in memory that does not grow with the run: at most `MOST_POINTS` points of the curves,
-`MOST_LOOKS` looks at the mix and `MOST_SLOW` microbatches. `summary` adds what the loader knows: datasets, what was
-left out and why, times. `gathered` brings the summaries of all ranks together.
+`RunRecorder` keeps it in memory that does not grow with the run: at most `MOST_POINTS` points of the curves, draws of
+the datasets after `MOST_LOOKS` steps and `MOST_SLOW` microbatches. `summary` adds what the loader knows: datasets, what
+was left out and why, times. `gathered` brings the summaries of all ranks together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from energon_bridge.core.stream.state import COUNTERS, SampleKey, read_key
 MOST_POINTS = 1000
 """Points of a curve; beyond them, neighbours become one."""
 MOST_LOOKS = 200
-"""Most points in the curves of draws per dataset; when there are more, every second one is dropped."""
+"""Most points in the curves of draws per dataset; when there are so many, every second one is deleted."""
 MOST_SLOW = 20
 """Microbatches that are named as the slowest ones, and as those with the highest losses."""
 USUAL = 20
@@ -98,7 +98,7 @@ def _joined(first: list[float], second: list[float] | None) -> list[float]:
 
 
 class DrawCounts:
-    """How much of each dataset a rank had drawn, at every `every`-th optimizer step: at most `MOST_LOOKS` looks."""
+    """How much of each dataset a rank had drawn after every `every`-th optimizer step, `MOST_LOOKS` of them at most."""
 
     def __init__(self, looks: Sequence[tuple[int, Mapping[str, int]]] = (), every: int = 1) -> None:
         self.looks = [(step, dict(draws)) for step, draws in looks]
@@ -236,7 +236,7 @@ class RunRecorder:
         self._balanced = (count, sums)
         if count <= before[0]:
             return
-        values = [(after - known) / (count - before[0]) for after, known in zip(sums, before[1], strict=True)]
+        values = [(after - earlier) / (count - before[0]) for after, earlier in zip(sums, before[1], strict=True)]
         for name, value in zip((*BALANCE, "cost"), (*values, own), strict=True):
             self.balance.setdefault(name, Curve()).add(step, value)
 
@@ -461,7 +461,7 @@ def _planned(loader: Any, spec: DatasetSpec, rows: Sequence[State]) -> list[floa
         total = sum(row["draws"] or 0 for row in rows)
         return [100 * (row["draws"] or 0) / total if total else None for row in rows]
     weighs = spec.mode in ("weights", "single")
-    shares = {leaf.identity: leaf.share if weighs else leaf.share * leaf.num_samples for leaf in spec.leaves}
+    shares = {leaf.identity: leaf.weight if weighs else leaf.weight * leaf.num_samples for leaf in spec.leaves}
     if spec.unit is not None:  # an amount: the larger the samples, the fewer are drawn
         means = {leaf.identity: leaf.amounts.mean(leaf.num_samples) for leaf in spec.leaves if leaf.amounts is not None}
         shares = {identity: share / Fraction(means[identity]) for identity, share in shares.items()}

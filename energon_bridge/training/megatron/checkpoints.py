@@ -173,7 +173,8 @@ def _missing(path: Path) -> str | None:
     return None
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing.
 #
 # megatron-core's own strategy writes in the background: for each checkpoint, every rank spawns a process that imports
 # the training program again and forks others. This one writes the same format before it returns.

@@ -361,7 +361,8 @@ def _agree(asked: bool, ranks: Ranks) -> bool:
     return bool(flag)
 
 
-# Writing answers ------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing answers.
 #
 # Greedy generation by a model whose parts are on several ranks; the whole sequence is run again for each token.
 
@@ -400,17 +401,17 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
     return predictions_of(batch, texts)
 
 
-def _most_likely(training: Training, inputs: StepInputs, places: Tensor, vocab_size: int) -> Tensor:
+def _most_likely(training: Training, inputs: StepInputs, positions: Tensor, vocab_size: int) -> Tensor:
     """Return the most likely token after one position of each row, int64 (B,), on all ranks of a replica."""
     ranks = training.ranks
     logits = run_stages(training, inputs)
-    chosen = torch.zeros_like(places)
+    chosen = torch.zeros_like(positions)
     if logits is not None:
         # The position belongs to one of the context-parallel ranks.
-        here = torch.eq(own_tokens(inputs.tokens, ranks), places[:, None])
-        of_place = (logits.float() * here.unsqueeze(-1)).sum(dim=1)
+        here = torch.eq(own_tokens(inputs.tokens, ranks), positions[:, None])
+        of_position = (logits.float() * here.unsqueeze(-1)).sum(dim=1)
         if ranks.groups.cp.size() > 1:
-            dist.all_reduce(of_place, group=ranks.groups.cp)
-        whole = gather_from_tensor_model_parallel_region(of_place, group=ranks.groups.tp)
+            dist.all_reduce(of_position, group=ranks.groups.cp)
+        whole = gather_from_tensor_model_parallel_region(of_position, group=ranks.groups.tp)
         chosen = whole[:, :vocab_size].argmax(dim=1)
     return ranks.from_last_stage(chosen)

@@ -126,7 +126,7 @@ class Llava(LLaVAModel):
         Args:
             tokens: Shape (B, S), each image token standing for one embedding of its image.
             pixel_values: Shape (images, 3, H, W), in the order of their tokens; None for none.
-            attention_mask: See `attention.seen_tokens`.
+            attention_mask: See `seen_tokens`.
             labels: Of the tokens of this context-parallel rank, (B, S / cp); None asks for logits.
 
         Returns:
@@ -139,8 +139,8 @@ class Llava(LLaVAModel):
             if pixel_values is not None and len(pixel_values):
                 features = self.vision_model(pixel_values)[:, self.vision_model.class_token_len :]
                 features = self.vision_projection(features.transpose(0, 1).contiguous())
-                places = torch.eq(tokens, self.image_token_index).unsqueeze(-1)
-                rows = embedded.transpose(0, 1).masked_scatter(places, features.transpose(0, 1))
+                is_image = torch.eq(tokens, self.image_token_index).unsqueeze(-1)
+                rows = embedded.transpose(0, 1).masked_scatter(is_image, features.transpose(0, 1))
                 embedded = rows.transpose(0, 1)
             cp_group = self.pg_collection.cp
             if cp_group.size() > 1:

@@ -28,8 +28,7 @@ from energon_bridge.training.config import RunConfig
 # megatron-core without a GPU: its CUDA calls, redirected to the CPU.
 #
 # megatron-core writes `device="cuda"`, `.cuda()` and `torch.cuda.current_device()` in many places and checks types by
-# name (`torch.cuda.FloatTensor`). Inside `cpu_backend()` all of that means the CPU. Only machines without a GPU import
-# this module.
+# name (`torch.cuda.FloatTensor`). Inside `cpu_backend()` all of that means the CPU. Only runs without a GPU enter it.
 
 
 _CPU = torch.device("cpu")
@@ -116,7 +115,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The place of this process in the run."""
+    """The process groups of this process in the run, and its device."""
 
     groups: ProcessGroupCollection
     device: torch.device

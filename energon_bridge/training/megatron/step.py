@@ -257,7 +257,8 @@ def _loss(mask: Tensor, output: Tensor, non_loss_data: bool = False) -> Any:
     return losses.sum(), tokens.to(torch.int), {"loss": report}
 
 
-# torch's AdamW --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
+# The state of torch's AdamW.
 #
 # Without Apex and TransformerEngine, megatron-core's distributed optimizer falls back to torch's AdamW, whose state
 # counts the steps of each parameter. megatron-core saves and restores these counts separately. But it can do neither

@@ -55,7 +55,7 @@ def facts(spec: DatasetSpec) -> list[Any]:
     """Return all that the order and the samples of a run depend on."""
     return [
         (
-            *(leaf.identity, leaf.num_samples, leaf.share, leaf.dataset.path, leaf.dataset.shard_names),
+            *(leaf.identity, leaf.num_samples, leaf.weight, leaf.dataset.path, leaf.dataset.shard_names),
             *(leaf.dataset.shard_counts.tolist(), leaf.dataset.shard_sizes.tolist(), leaf.dataset.excluded),
             *(leaf.dataset.sample_type, leaf.dataset.field_map, leaf.dataset.subflavors, leaf.dataset.fingerprint),
         )
@@ -152,7 +152,7 @@ def test_another_mix_in_the_same_file_is_seen(mix: Path):
     opened(mix)
     mix.write_text(mix.read_text().replace("{path: d003, weight: 1}", "{path: d003, weight: 9}"))
     assert facts(opened(mix)) == facts_without_index(mix)
-    assert max(leaf.share for leaf in opened(mix).leaves) == opened(mix).leaves[3].share
+    assert max(leaf.weight for leaf in opened(mix).leaves) == opened(mix).leaves[3].weight
 
 
 @pytest.mark.parametrize("damage", ["nothing", "half", "flipped", "other version", "no JSON", "no object"])

@@ -117,4 +117,4 @@ def test_one_leaf_is_no_mix(data: Path) -> None:
     (a,), (b,) = loaders_of(alone, 1, 0), loaders_of(mix, 1, 0)
     assert [digest(next(iter(a))) for _ in range(3)] == [digest(next(iter(b))) for _ in range(3)]
     assert counts_of(a.save_state_rank())["samples"] == 6
-    assert mix.leaves[0].share == Fraction(1)
+    assert mix.leaves[0].weight == Fraction(1)
