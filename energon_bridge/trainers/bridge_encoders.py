@@ -134,7 +134,7 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
 _OF_ROWS = (
     *("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "pixel_values", "visual_inputs", "answers"),
     *("num_images", "sample_keys", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"),
-    *("mm_token_type_ids", "mrope_position_ids", "pixel_norm", "segments"),
+    *("mm_token_type_ids", "mrope_position_ids", "pixel_norm", "segments", "blank_media"),
 )
 
 
@@ -161,6 +161,7 @@ class HFEnergonTaskEncoderConfig:
         visual_keys: Media fields that batches keep; what the model needs to read them must be among them.
         min_pixels: Fewest pixels of an image; Qwen-VL only.
         max_pixels: The same for the most.
+        blank_media: A microbatch without images, or without videos, gets a blank one; a choice of ours.
         trust_remote_code: Of no use: nothing that is loaded runs code.
         mtp: As of `packed_seq_params`, for models with `mtp_num_layers`.
     """
@@ -170,6 +171,7 @@ class HFEnergonTaskEncoderConfig:
     visual_keys: tuple[str, ...] = ("pixel_values",)
     min_pixels: int | None = None
     max_pixels: int | None = None
+    blank_media: bool = False
     trust_remote_code: bool | None = None
     mtp: bool = False
 
@@ -199,6 +201,7 @@ class QwenVLEnergonTaskEncoderConfig:
         max_num_images: A sample with more images or videos is left out.
         max_num_frames: Most frames of a video, evenly spaced.
         max_visual_tokens: A sample with more image and video tokens is left out.
+        blank_media: As of `HFEnergonTaskEncoderConfig`.
         trust_remote_code: Of no use: nothing that is loaded runs code.
         mtp: As of `packed_seq_params`, for models with `mtp_num_layers`.
     """
@@ -213,6 +216,7 @@ class QwenVLEnergonTaskEncoderConfig:
     max_num_images: int | None = 10
     max_num_frames: int | None = 60
     max_visual_tokens: int | None = 16384
+    blank_media: bool = False
     trust_remote_code: bool | None = None
     mtp: bool = False
 
@@ -349,6 +353,7 @@ def _build(
         pad_to_multiple_of=context.pad_to_multiple_of,
         pad_to_max_length=context.pad_to_max_length,
         chat_template=loaded.chat_template,
+        blank_media=config.blank_media,
         **limits,
     )
     return BridgeTaskEncoder(

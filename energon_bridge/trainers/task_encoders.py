@@ -59,6 +59,7 @@ class MultiModalTaskEncoderConfig:
         sample_config: Placeholders and conversation template.
         image_tokens_per_image: Tokens of an image; None as in the encoder.
         add_bos: Begin with the tokenizer's begin-of-sequence token.
+        blank_media: A microbatch without images gets a blank one.
         trust_remote_code: Run code that comes with the tokenizer or the image processor; None: what the run says.
     """
 
@@ -67,6 +68,7 @@ class MultiModalTaskEncoderConfig:
     sample_config: MultiModalSampleConfig = MultiModalSampleConfig()  # noqa: RUF009 - it is frozen
     image_tokens_per_image: int | None = None
     add_bos: bool = True
+    blank_media: bool = False
     trust_remote_code: bool | None = None
 
     def build(self, context: TaskEncoderContext) -> MultiModalTaskEncoder:
@@ -88,6 +90,7 @@ class MultiModalTaskEncoderConfig:
             pad_to_multiple_of=context.pad_to_multiple_of,
             pad_to_max_length=context.pad_to_max_length,
             add_bos=self.add_bos,
+            blank_media=self.blank_media,
         )
 
 

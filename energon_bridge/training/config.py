@@ -152,6 +152,8 @@ class DataConfig:
         max_video_tokens: Maximum tokens of all videos of a sample, which get fewer frames to fit; null: no limit.
         video_sound: true: omni models hear the sound tracks of videos, in time with their frames.
         max_sound_seconds: Sounds are cut off after so many seconds; null: longer than the model takes is an error.
+        blank_media: Microbatches without images (videos, sounds) get a blank one that changes no loss, so that all
+            ranks run the whole model, as FSDP and ZeRO need it.
         error_policy: Fields of `ErrorPolicy`, such as `{quarantine: failed.jsonl}` (in the working directory).
         settings: Further settings of the data module, by name.
     """
@@ -182,6 +184,7 @@ class DataConfig:
     max_video_tokens: int | None = None
     video_sound: bool | None = None
     max_sound_seconds: float | None = None
+    blank_media: bool = False
     error_policy: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 

@@ -88,6 +88,7 @@ def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModal
         packer=_packer(config),
         autorotate=config.autorotate,
         today=config.today,
+        blank_media=config.blank_media,
     )
     encoder.cookers = COOKERS
     return encoder
@@ -150,6 +151,7 @@ def _chat_encoder(
             max_video_tokens=config.max_video_tokens,
             video_sound=bool(config.video_sound),
             max_sound_seconds=config.max_sound_seconds,
+            blank_media=config.blank_media,
         ),
         packer=_packer(config),
     )

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from energon_bridge.core.errors import ConfigurationError, optional_packages
 from energon_bridge.core.order.rng import key_of
+from energon_bridge.models.conversations.blank_media import without_blanks
 from energon_bridge.models.conversations.inputs import (
     check_packing,
     loss_weights,
@@ -216,6 +217,7 @@ class VisionLanguageModule(LightningModule):
             return []
         if batch.cu_seqlens is not None:
             batch = unpack_batch(batch, PaddingValues(pad_id=self._pad_id(), ignore=-100))
+        batch = without_blanks(batch, self._pad_id())
         prompts, prompt_mask = prompts_of(batch, self._pad_id())
         inputs = visible_images(
             visual_inputs(batch, self.model),

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.task_encoder import TaskEncoder, decoder_of, default_hook
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.conversations.blank_media import Blank, add_blanks, room_of
 from energon_bridge.models.conversations.sample_encoders import SampleEncoder
 from energon_bridge.models.conversations.sequences import (
     MultiModalBatch,
@@ -68,10 +70,37 @@ class SequenceTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch
         self._padded = padded
         # The longest row: the longest sample must fit when it is padded, too.
         self._row_length = longest + -longest % multiple_of
+        self._longest = longest
+        self._blanks: tuple[Blank, ...] = ()
+        self._room: int | None = None
         self._admits = packer is not None  # by itself no sample is longer than seq_length
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
         pad, end = (getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos"))
         self._filling = PaddingValues(pad_id=(end if pad is None else pad) or 0, ignore=ignore)
+
+    def _set_blanks(self, blanks: Sequence[Blank]) -> None:
+        """Set the blank media of microbatches without any; rows of a fixed length have room for all of them.
+
+        Raises ConfigurationError if they leave none for samples.
+        """
+        self._blanks = tuple(blanks)
+        if not (self._padded and blanks):
+            return
+        self._room = room_of(blanks, self._multiple_of)
+        self._row_length -= self._room
+        if self._row_length < 1:
+            raise ConfigurationError(
+                f"blank_media takes {self._room} tokens of a row, and seq_length={self._longest} leaves none for "
+                "samples: raise it"
+            )
+        self._longest = min(self._longest, self._row_length)
+        if not self._admits:
+            self.packer = Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
+
+    def _with_blanks(self, batch: MultiModalBatch) -> MultiModalBatch:
+        if self._blanks:
+            batch = add_blanks(batch, self._blanks, self._filling, multiple_of=self._multiple_of, room=self._room)
+        return with_norm(batch, self._norm)
 
     @property
     def pixel_settings(self) -> dict[str, str]:
@@ -88,7 +117,7 @@ class SequenceTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch
 
     @default_hook
     def sample_length(self, sample: Any) -> int:
-        return self._row_length if self._padded else self.padded_length(sample)
+        return self._row_length + (self._room or 0) if self._padded else self.padded_length(sample)
 
     def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
         return self.packer.select(samples)
@@ -103,10 +132,10 @@ class SequenceTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch
             return self._batch_packs(cast(Sequence[MultiModalPack], samples))
         sequences = cast(Sequence[MultiModalSample], samples)
         length = self._row_length if self._padded else max(map(self.padded_length, sequences))
-        return with_norm(batch_sequences(sequences, length, self._filling), self._norm)
+        return self._with_blanks(batch_sequences(sequences, length, self._filling))
 
     def _batch_packs(self, packs: Sequence[MultiModalPack]) -> MultiModalBatch:
-        return with_norm(batch_packs(packs, self._filling), self._norm)
+        return self._with_blanks(batch_packs(packs, self._filling))
 
     @property
     def _norm(self) -> Tensor | None:

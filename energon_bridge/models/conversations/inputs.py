@@ -14,7 +14,7 @@ all tokens by the largest position (`longrope` and `dynamic`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.samples.sample import once_per_class
+from energon_bridge.models.conversations.blank_media import add_to_inputs
 from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, MultiModalSample, PaddingValues
 from energon_bridge.models.images.devices import normalise_on_device
 from energon_bridge.models.packing.pack_limits import PackLimits, pack_limits
@@ -38,7 +39,9 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "mm_token_typ
 """Arguments with a value per token, in their last dimension; `cross_attention_mask` in its second."""
 
 
-def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Inputs:
+def model_inputs(
+    batch: Any, model: Any = None, *, labels: bool = True, blank_media: Sequence[Mapping[str, Tensor]] = ()
+) -> Inputs:
     """Return a batch as the keyword arguments of a model of transformers.
 
     Examples:
@@ -57,11 +60,16 @@ def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Input
             first pack, and the first longer one, it is checked that it keeps samples apart (`check_packing`). None:
             nothing is known of it, and nothing checked.
         labels: Whether to return labels. Without them, the arguments have the shape of the batch's own labels.
+        blank_media: For batches of your own encoder: what the processor returns for a text with one blank picture (and
+            video, and sound). It is added, masked and unseen, to batches without any, so that all ranks run the whole
+            model. The encoders here have an option of that name instead.
 
     Raises:
         ConfigurationError: The batch is neither; the model mixes the samples of packs; or it needs positions on three
             axes that the batch does not have.
     """
+    if blank_media:
+        return _with_blank_media(model_inputs(batch, model, labels=labels), model, blank_media)
     batch = normalise_on_device(batch)
     if isinstance(batch, Mapping):
         if not {"input_ids", "loss_mask", "visual_inputs"} <= batch.keys():
@@ -90,6 +98,14 @@ def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Input
         inputs["mm_token_type_ids"] = types
     _check_positions(batch, inputs, model, mrope=mrope)
     return _with_labels(batch, inputs) if labels else inputs
+
+
+def _with_blank_media(inputs: Inputs, model: Any, blank_media: Sequence[Mapping[str, Tensor]]) -> Inputs:
+    pad_id = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None)
+    for made in blank_media:
+        made = {**made, **_floats_of(model, made)}
+        inputs = add_to_inputs(inputs, made, pad_id=pad_id or 0, ignore=IGNORED_LABEL)
+    return inputs
 
 
 def loss_weights(batch: Any) -> Tensor:
@@ -138,11 +154,16 @@ def visual_inputs(batch: Any, model: Any = None) -> dict[str, Tensor]:
         inputs["pixel_values"] = batch.pixel_values
     if model is not None and not _takes(model, "second_per_grid_ts"):
         inputs.pop("second_per_grid_ts", None)
+    return inputs | _floats_of(model, inputs)
+
+
+def _floats_of(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return pixels and features in the type of a model."""
     dtype = getattr(unwrapped(model), "dtype", None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        dense = {name: values for name, values in inputs.items() if values.is_floating_point() and values.ndim > 1}
-        inputs |= {name: values.to(dtype) for name, values in dense.items()}
-    return inputs
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return {}
+    dense = {name: values for name, values in inputs.items() if values.is_floating_point() and values.ndim > 1}
+    return {name: values.to(dtype) for name, values in dense.items()}
 
 
 def token_types(tokens: Tensor, model: Any) -> Tensor | None:

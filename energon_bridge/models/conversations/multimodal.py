@@ -24,6 +24,7 @@ from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.hooks import count_over_long
 from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.models.conversations.batching import SequenceTaskEncoder
+from energon_bridge.models.conversations.blank_media import Blank, BlankMedia, blank_image, blank_kinds
 from energon_bridge.models.conversations.conversation import Piece, name_missing_end
 from energon_bridge.models.conversations.layout import MultiModalSampleConfig, Rendered, layout_markers, render
 from energon_bridge.models.conversations.rendering import ChatRenderer
@@ -86,6 +87,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
         pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
         autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do. False: as they are stored.
         today: The date that a chat template writes, as of a `ChatConfig`.
+        blank_media: As of a `ChatConfig`: a microbatch without images gets a blank one.
 
     Raises:
         ConfigurationError: No tokenizer, image tokens that alone fill `seq_length`, an image token without an id or a
@@ -110,6 +112,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
         pixels_dtype: PixelDtype = "float32",
         autorotate: bool = False,
         today: date | str | None = None,
+        blank_media: BlankMedia = False,
     ) -> None:
         if tokenizer is None:
             raise ConfigurationError(
@@ -142,6 +145,10 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
                 f"seq_length={seq_length} leaves no room for text: one image takes {image_tokens_per_image} tokens; "
                 f"set seq_length to more than {image_tokens_per_image}"
             )
+        if blank_kinds(blank_media, () if image_processor is None else ("image",)):
+            visual = process_image(image_processor, blank_image(), self._path, self._dtype)
+            tokens = torch.tensor(self._image_tokens(visual))
+            self._set_blanks([Blank.of(tokens, None, visual, torch.eq(tokens, self._image_token_id))])
 
     def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
         """Encode samples of a type, and of its subtypes, by a function of the sample and the configuration.
@@ -162,7 +169,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
             content = read_sample(sample, self._encoders, self.config, control_tokens=self._control_tokens)
             rendered = render(content, self.config, self.tokenizer, self._day, self._renderers)
             self._check_placeholders(rendered.pieces, len(content.images))
-            sequence = Sequencer(longest=self.seq_length)
+            sequence = Sequencer(longest=self._longest)
             visual = self._fill(sequence, rendered, content.images)
             finished = sequence.finish(self.config.ignore_place_holder)
             if finished is None:

@@ -63,6 +63,8 @@ class MultiModalBatch(Batch):
 
     `segments` has the samples of each row: dataset, key, first token and length of each.
 
+    `blank_media` has the names of the inputs that are of blank media (`blank_media.py`), with tokens in the padding.
+
     `pixel_norm`, float32 (2, 3), is there where pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
 
@@ -83,6 +85,7 @@ class MultiModalBatch(Batch):
     mrope_position_ids: Tensor | None = None
     pixel_norm: Tensor | None = None
     segments: list[tuple[Segment, ...]] = field(default_factory=list)
+    blank_media: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

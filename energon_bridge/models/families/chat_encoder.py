@@ -25,7 +25,9 @@ from energon_bridge.core.encoder.hooks import count_over_long
 from energon_bridge.core.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
 from energon_bridge.core.samples import VidQASample
 from energon_bridge.models.conversations.batching import SequenceTaskEncoder
+from energon_bridge.models.conversations.blank_media import Blank, BlankMedia, blank_image, blank_kinds
 from energon_bridge.models.conversations.conversation import (
+    ChatSample,
     Conversation,
     Document,
     MediaWithOptions,
@@ -114,6 +116,10 @@ class ChatConfig:
         pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, which `normalise_on_device`
             turns into floats. None: the family's choice.
         autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do. False: as they are stored.
+        blank_media: A microbatch without images gets a blank one, whose tokens no other sees and which changes no loss,
+            so that every rank runs the vision tower; likewise without videos and sounds. True: every kind that the
+            model takes; or their names: `("image", "video")`. With `pad_to_max_length`, they take their tokens from
+            `seq_length`.
 
     Raises:
         ConfigurationError: A number is not positive, or a choice is unknown.
@@ -144,6 +150,7 @@ class ChatConfig:
     pixels: Profile | None = None
     pixels_dtype: PixelDtype | None = None
     autorotate: bool = False
+    blank_media: BlankMedia = False
 
     def __post_init__(self) -> None:
         numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")
@@ -234,6 +241,8 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         self._sample_config = MultiModalSampleConfig(
             image_token=ImageToken(token_str="<image>"), image_following_text=self.config.place_images == "after"
         )
+        taken = [kind for kind, token in placeholder_tokens(family).items() if token]
+        self._set_blanks([self._blank(kind) for kind in blank_kinds(self.config.blank_media, taken)])
 
     @classmethod
     def for_model(
@@ -417,6 +426,26 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             adds_special=adds_bos and not (isinstance(self.family, ProcessorFamily) and self.family.adds_bos),
         )
 
+    def _blank(self, kind: str) -> Blank:
+        """Return a blank medium, encoded as in a conversation. Raises ConfigurationError if it does not fit."""
+        family: Any = self.family
+        frames = torch.full((4, 3, 64, 64), 255, dtype=torch.uint8)
+        rate = family.sampling_rate if kind == "audio" else 1
+        turns = [{"role": "user", "content": f"<{kind}>"}, {"role": "assistant", "content": "."}]
+        sample = ChatSample(
+            __key__="blank",
+            messages=turns,
+            images=[blank_image()] if kind == "image" else None,
+            videos=[VideoFrames(frames=frames, fps=2.0)] if kind == "video" else None,
+            audios=[(np.zeros(rate // 2, np.float32), rate)] if kind == "audio" else None,
+        )
+        try:
+            prepared = self._prepared(sample)
+            made = ChatTemplateTaskEncoder.postencode_sample(self, prepared)
+        except (SampleError, SkipSample, OverLongSampleError) as error:
+            raise ConfigurationError(f"blank_media: {error}") from error
+        return Blank.of(made.tokens, made.mm_token_type_ids, made.visual, prepared.mm_token_type_ids > 0)
+
     @property
     def _apart(self) -> bool:
         """Whether a question and its answer are apart for the model: tokenised each alone."""
@@ -524,7 +553,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
     def _fitting(self, found: Tokens) -> Tokens:
         """Return the tokens that fit, and one more, as the label of the last; no medium is cut."""
         total = found.rows.shape[1]
-        longest = self.config.seq_length
+        longest = self._longest
         if total <= longest:
             return found
         if total > longest + 1:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.conversations.blank_media import without_blanks
 from energon_bridge.models.conversations.multimodal import MultiModalBatch
 from energon_bridge.models.conversations.sequences import PaddingValues
 from energon_bridge.models.images.devices import normalise_on_device
@@ -377,7 +378,7 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
     longest = training.config.validation.max_new_tokens
     if batch.cu_seqlens is not None:
         batch = unpack_batch(batch, PaddingValues(pad_id=tokenizer.pad_token_id, ignore=-100))
-    batch = normalise_on_device(batch, training.ranks.device)
+    batch = normalise_on_device(without_blanks(batch, tokenizer.pad_token_id), training.ranks.device)
     lengths = prompt_lengths(batch)
     width = int(lengths.max())
     prompts = batch.tokens[:, :width].clone()
