@@ -301,51 +301,56 @@ def _part_meaning(name: str) -> _Part | None:
     return next((part for word, part in (*known, ("channel", "channel")) if word in stems), None)
 
 
+@lru_cache(maxsize=256)
+def _parts_named(columns: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], _Part], ...]:
+    """Return what may be parts of files, judging by the names; the sides of a box may be columns of their own."""
+    found: list[tuple[tuple[str, ...], _Part]] = []
+    found += [((name,), part) for name in columns if (part := _part_meaning(name)) is not None]
+    corners = next((names for names in _CORNERS if {*names} <= {*columns}), None)
+    return (*found, *([(corners, "box")] if corners is not None else ()))
+
+
 def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extensions: Iterable[str]) -> None:
     """Raise SampleError if an entry names a part of a file that is learned whole; warn, once, of what may be one.
 
     `extensions` are those of its files: a page is a part of a TIFF, a frame one of a GIF.
     """
-    parts = {name: part for name in entry if (part := _part_meaning(name)) is not None}
-    has_pages = not {*extensions}.isdisjoint(("tif", "tiff", "gif"))
-    for name, part in parts.items():
-        value = entry[name]
-        numbers = _whole_numbers(value) if part != "region" else _box(value) or []
-        is_counted = bool(numbers) and (has_pages and max(numbers) > 0)
-        if part == "frame":  # `frames: 12` is their number
-            is_some = isinstance(value, list | tuple) or not {"frames", "keyframes"} & {*_words(name)}
-            is_part = is_some and (is_counted or (bool(numbers) and bool(there.get("video"))))
+    for names, part in _parts_named(tuple(entry)):
+        value = entry[names[0]] if len(names) == 1 else [entry[name] for name in names]
+        numbers = _box(value) or [] if part in ("region", "box") else _whole_numbers(value)
+        of_kind: Medium = "audio" if part == "channel" else "image"
+        is_count = not isinstance(value, list | tuple) and not {"frames", "channels"}.isdisjoint(_words(names[0]))
+        if part == "frame" and there.get("video"):
+            of_kind = "video"
+            is_part = bool(numbers)
         elif part == "channel":
             is_side = isinstance(value, str) and value.strip().lower() in _SIDES
-            is_part = bool(there.get("audio")) and (is_side or max(numbers, default=0) > 0)
-            is_part = is_part and "channels" not in _words(name)  # their number
+            is_part = is_side or max(numbers, default=0) > 0
+        elif part in ("frame", "page"):
+            is_part = max(numbers, default=0) > 0 and not {*extensions}.isdisjoint(("tif", "tiff", "gif"))
         else:
-            is_part = is_counted if part == "page" else part == "region" and bool(numbers and there.get("image"))
-        if is_part and not (numbers and _are_written(numbers, entry, name)):
-            medium = next((kind for kind in ("video", "image", "audio") if there.get(kind)), "file")
-            raise SampleError(
-                f"`{name}` is {str(value)[:100]}, which seems to be a {part} of the {medium}, and the {medium} is not "
-                f"cut to it: do so beforehand; without the column, the texts are learned with the {medium} as it is: "
-                f"{_without(name)}"
-            )
-    if there.get("image") and any(entry.get(name) for name in _TEXTS):
-        _name_box(entry, [name for name, part in parts.items() if part == "box"])
+            is_part = bool(numbers) and (part == "region" or any(entry.get(name) for name in _TEXTS))
+        if not is_part or is_count or not there.get(of_kind) or (numbers and _are_written(numbers, entry, names)):
+            continue
+        if part == "box":
+            _name_box(", ".join(names), numbers)
+            continue
+        raise SampleError(
+            f"`{names[0]}` is {str(value)[:100]}, which seems to be a {part} of the {of_kind}, and that is not cut to "
+            f"it: do so beforehand; without the column, the texts are learned with the {of_kind} as it is: "
+            f"{_without(names[0])}"
+        )
 
 
-def _name_box(entry: Mapping[str, Any], names: Sequence[str]) -> None:
+def _name_box(name: str, box: list[float]) -> None:
     """Warn, once for a name, of one box beside texts that do not say it."""
-    boxes = [(name, _box(entry[name])) for name in names]
-    corners = next((one for one in _CORNERS if all(name in entry for name in one)), None)
-    if corners is not None:
-        boxes.append((", ".join(corners), _box([entry[name] for name in corners])))
-    for name, box in boxes:
-        if box is not None and name not in _named and not _are_written(box, entry, name):
-            _named.add(name)
-            _logger.warning(
-                "`%s` of a sample is a box (%s), and its image is learned whole: if the texts are about what is in the "
-                "box, cut the images beforehand, or write it into the texts; if not, it is not used",
-                *(name, ", ".join(f"{one:g}" for one in box)),
-            )
+    if name not in _named:
+        _named.add(name)
+        _logger.warning(
+            "`%s` of a sample is a box (%s), and its image is learned whole: if the texts are about what is in it, cut "
+            "the images beforehand, or write the box into the texts; if not, it is not used",
+            *(name, ", ".join(f"{one:g}" for one in box)),
+        )
 
 
 _named: set[str] = set()
@@ -374,9 +379,9 @@ def _whole_numbers(value: Any) -> list[float]:
     return [one for one in numbers if one is not None and one.is_integer()] if None not in numbers else []
 
 
-def _are_written(numbers: list[float], entry: Mapping[str, Any], name: str) -> bool:
-    """Return whether all of some numbers stand in the texts of an entry beside that name."""
-    texts = texts_in({other: value for other, value in entry.items() if other != name})
+def _are_written(numbers: list[float], entry: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether all of some numbers stand in the texts of an entry beside those names."""
+    texts = texts_in({other: value for other, value in entry.items() if other not in names})
     found = {float(one) for text in texts for one in re.findall(r"\d+(?:\.\d+)?", text)}
     rounded = 0.5 if max(numbers) > 1 else 0.005  # shares of the width and height
     return all(any(abs(one - other) <= rounded for other in found) for one in numbers)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 # Held out -------------------------------------------------------------------------------------------------------------
@@ -27,7 +28,8 @@ _FLAGS = re.compile(
 _TRUTH = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 
 
-def split_columns(columns: Iterable[str]) -> list[str]:
+@lru_cache(maxsize=256)
+def split_columns(columns: tuple[str, ...]) -> list[str]:
     """Return the columns that may say of which split each row is: names (`split`), and flags (`is_test`)."""
     lower = {column.lower().replace(" ", "_").replace("-", "_"): column for column in columns}
     named = sorted(filter(_SPLITS.fullmatch, lower), key=lambda name: "split" not in name)
@@ -57,7 +59,7 @@ _HELD_OUT = re.compile(
 
 def held_out_by(entry: Mapping[str, Any]) -> tuple[str, bool] | None:
     """Return the column by which an entry says whether it is held out, and what it says; None: it says nothing."""
-    said = ((column, is_held_out(column, entry[column])) for column in split_columns(entry))
+    said = ((column, is_held_out(column, entry[column])) for column in split_columns(tuple(entry)))
     return next(((column, held_out) for column, held_out in said if held_out is not None), None)
 
 
@@ -90,6 +92,8 @@ _IF_NOT_SET = ("is_valid", "is_usable", "usable", "is_correct", "review_result")
 
 def is_rejecting(column: str, value: Any) -> bool:
     """Return whether a value of a column says that annotators rejected the sample."""
+    if not may_reject(column):
+        return False
     name = column.lower()
     if name in _VERDICTS or name.endswith("quality"):
         known = _REJECTED if name in _VERDICTS else _QUALITY
@@ -100,6 +104,7 @@ def is_rejecting(column: str, value: Any) -> bool:
     return (is_set is True and _IF_SET.fullmatch(name) is not None) or (is_set is False and name in _IF_NOT_SET)
 
 
+@lru_cache(maxsize=4096)
 def may_reject(column: str) -> bool:
     """Return whether a column may say that samples are rejected."""
     name = column.lower()

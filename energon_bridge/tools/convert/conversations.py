@@ -422,7 +422,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
     row = by_options(row, layout)
-    _check_withheld(row, layout)
+    check_withheld(row, layout)
     if layout.sample_type == "MultiChoiceVQASample":
         return with_choice(row, layout)
     try:
@@ -470,7 +470,7 @@ def _extensions(row: Row) -> set[str]:
     return {one.extension for of in row.files.values() for one in _several(of)}
 
 
-def _check_withheld(row: Row, layout: Layout) -> None:
+def check_withheld(row: Row, layout: Layout) -> None:
     """Raise SourceError for a row that is held out, or was rejected, by a column that is no field of the layout."""
     fields = {access.partition("[")[0] for access in layout.fields.values()}
     beside = {name: value for name, value in row.values.items() if name not in fields}

@@ -11,11 +11,15 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from energon_bridge.core.errors import SourceError
 from energon_bridge.core.format.media import kind_by_name
+from energon_bridge.models.conversations.withheld import first_held_out
+from energon_bridge.tools.convert.conversations import as_source, check_cut, check_withheld
 from energon_bridge.tools.convert.left_out import (
     TEXTS,
     beside_media,
@@ -33,6 +37,7 @@ from energon_bridge.tools.convert.rows import (
     TextRef,
     first_rows,
     lay_out,
+    located,
 )
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, names_class, says_held_out
 
@@ -140,8 +145,18 @@ class FolderSource:
         return same[0]
 
     def sample(self, number: int, layout: Layout) -> RowSample:
-        """Return a sample, not read yet."""
-        return lay_out(self.row(number), layout, number)
+        """Return a sample, not read yet; raises SourceError for one that the JSON beside it withholds, or cuts."""
+        row = self.row(number)
+        if not layout.is_crude and (said := _said_beside(row)):
+            with located(row.where), as_source():
+                beside = replace(row, values=said)
+                check_withheld(beside, replace(layout, held_out=self._held_out))
+                check_cut(beside, layout)
+        return lay_out(row, layout, number)
+
+    @cached_property
+    def _held_out(self) -> bool | None:
+        return None if self.split_parts else first_held_out(map(_said_beside, first_rows(self)))
 
     def propose(self) -> Layout:
         """Propose a layout from the first files."""
@@ -169,10 +184,18 @@ class FolderSource:
         """Return where JSON beside media has the caption, judging by the first one; None if nowhere."""
         for row in first_rows(self):
             with suppress(SourceError):
-                content = json.loads(row.files["json"].read())  # type: ignore[union-attr]
-                name = caption_of(content) if isinstance(content, dict) else None
+                row.files["json"].read()  # type: ignore[union-attr]
+                name = caption_of(_said_beside(row))
                 return None if name is None else f"json[{name}]"
         return None
+
+
+def _said_beside(row: Row) -> dict[str, Any]:
+    """Return what the JSON beside a file says; nothing if there is none, or it cannot be read."""
+    with suppress(SourceError):
+        content = json.loads(row.files["json"].read()) if "json" in row.files else None  # type: ignore[union-attr]
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def _splits(root: Path, names: Sequence[str]) -> dict[str, tuple[str, int]]:

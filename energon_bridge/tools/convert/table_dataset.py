@@ -238,7 +238,7 @@ def _withheld(
     """Return the columns that say that some rows are held out or rejected, each with the complaint about it."""
     taken = {*wanted, *(find_pair(dict.fromkeys(columns, "text")) or ())}
     faults: dict[str, str] = {}
-    for column in () if has_splits else split_columns(columns):
+    for column in () if has_splits else split_columns(tuple(columns)):
         values = {} if column in taken else _seen_values(files, column)
         said = {value: is_held_out(column, name) for value, name in values.items()}
         if {True, False} <= {*said.values()}:

@@ -286,6 +286,25 @@ def test_captions_that_annotators_rejected(tmp_path: Path) -> None:
     assert kept == [["A red mug."], ["A dog."]]
 
 
+@pytest.mark.parametrize(
+    ("usual", "other", "told"),
+    [
+        ({"split": "train"}, {"split": "test"}, "`split` is 'test', and other rows are to be learned"),
+        ({"is_rejected": False}, {"is_rejected": True}, "`is_rejected` is True"),
+        ({"crop": None}, {"crop": [1, 2, 3, 4]}, "`crop` is [1, 2, 3, 4], which seems to be a region"),
+    ],
+)
+def test_json_beside_pictures_says_it_too(
+    usual: dict[str, Any], other: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    write_pictures(tmp_path / "in", ["a.png", "b.png", "c.png"])
+    for name, said in (("a", usual), ("b", other), ("c", usual)):
+        (tmp_path / f"in/{name}.json").write_text(json.dumps({"caption": f"{name}.", **said}))
+    assert told in refused(tmp_path / "in", tmp_path / "out", *ALL)
+    convert(tmp_path / "in", tmp_path / "out", *ALL, "--on-error", "skip")
+    assert [one.caption for one in delivered(tmp_path / "out")] == ["a.", "c."]
+
+
 @pytest.mark.parametrize("door", ["pairs", "images"])
 def test_answers_without_confidence(door: str, tmp_path: Path) -> None:
     """VQAv2 and VizWiz: what most of those say that are sure of it; nothing, if nobody is."""
