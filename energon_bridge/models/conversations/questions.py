@@ -332,6 +332,17 @@ def texts_of(value: Any) -> list[str] | None:
     return value if isinstance(value, list) and all(isinstance(one, str) for one in value) else None
 
 
+def captions_of(value: Any) -> list[str] | None:
+    """Return the captions of several annotators that are not rejected: texts, or objects of a `caption`; else None."""
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(one, Mapping) and "caption" in one for one in value)
+    ):
+        value = [one["caption"] for one in accepted(value, ())]
+    return texts_of(value)
+
+
 def only(value: Any) -> Any:
     """Return the entry of a list of length 1; anything else as it is."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value

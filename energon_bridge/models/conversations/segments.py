@@ -268,21 +268,30 @@ _REGIONS = frozenset(("crop", "roi", "region"))
 _BOXES = frozenset(("bbox", "box", "bndbox", "rect", "rectangle"))
 _OF_REGIONS = _BOXES | {"xyxy", "xywh", "coord", "coordinate", "image", "img", "bounding", "norm", "target"}
 _TEXTS = (
-    "caption",
-    "captions",
-    "text",
-    "description",
-    "question",
-    "query",
-    "instruction",
-    "prompt",
+    *("caption", "captions", "text", "description", "question", "query", "instruction", "prompt"),
     *("messages", "conversations"),
 )
 _CORNERS = (
     *(("x", "y", "w", "h"), ("x", "y", "width", "height"), ("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax")),
     *(("left", "top", "right", "bottom"), ("left", "top", "width", "height"), ("x0", "y0", "x1", "y1")),
 )
-_PLACES = frozenset(("idx", "index", "indice", "id", "number", "no", "selector", "video", "audio", "image", "key"))
+_PLACES = frozenset(
+    (
+        "idx",
+        "index",
+        "indice",
+        "id",
+        "number",
+        "no",
+        "selector",
+        "video",
+        "audio",
+        "image",
+        "key",
+        "sampled",
+        "selected",
+    )
+)
 _SIDES = ("left", "right", "a", "b")
 
 
@@ -293,7 +302,7 @@ def _part_meaning(name: str) -> _Part | None:
     stems = {word.removesuffix("s") for word in words}
     if stems & _REGIONS and stems <= _REGIONS | _OF_REGIONS:
         return "region"
-    if stems & _BOXES:
+    if stems & _BOXES or words in (("point",), ("click",), ("coordinate",), ("coordinates",)):
         return "box"
     if not stems - {"frame", "keyframe", "page", "channel"} <= _PLACES:
         return None
@@ -317,7 +326,7 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
     """
     for names, part in _parts_named(tuple(entry)):
         value = entry[names[0]] if len(names) == 1 else [entry[name] for name in names]
-        numbers = _box(value) or [] if part in ("region", "box") else _whole_numbers(value)
+        numbers = _box(value, part) or [] if part in ("region", "box") else _whole_numbers(value)
         of_kind: Medium = "audio" if part == "channel" else "image"
         is_count = not isinstance(value, list | tuple) and not {"frames", "channels"}.isdisjoint(_words(names[0]))
         if part == "frame" and there.get("video"):
@@ -347,8 +356,8 @@ def _name_box(name: str, box: list[float]) -> None:
     if name not in _named:
         _named.add(name)
         _logger.warning(
-            "`%s` of a sample is a box (%s), and its image is learned whole: if the texts are about what is in it, cut "
-            "the images beforehand, or write the box into the texts; if not, it is not used",
+            "`%s` of a sample is a place in its image (%s), which is learned whole: if the texts are about that place, "
+            "cut the images beforehand, or write the numbers into the texts; if not, it is not used",
             *(name, ", ".join(f"{one:g}" for one in box)),
         )
 
@@ -357,19 +366,23 @@ _named: set[str] = set()
 _logger = logging.getLogger(__name__)
 
 
-def _box(value: Any) -> list[float] | None:
-    """Return the four numbers of one box: a list, two points, an object, or one of these as text; None: it is none."""
+def _box(value: Any, part: _Part) -> list[float] | None:
+    """Return the four numbers of one box: a list, two points, an object, or one of these as text; None: it is none.
+
+    Where only a warning names it, a point is one, too.
+    """
     if isinstance(value, str) and len(value) < _LONGEST_TEXT:
         with suppress(ValueError, RecursionError):
             value = json.loads(value if value.lstrip()[:1] in ("[", "{") else f"[{value}]")
     if isinstance(value, Mapping):
-        value = next(([value[one] for one in names] for names in _CORNERS if {*names} <= {*value}), None)
+        known = (*_CORNERS, ("x", "y"))
+        value = next(([value[one] for one in names] for names in known if {*names} <= {*value}), None)
     if isinstance(value, list | tuple) and len(value) in (1, 2) and isinstance(value[0], list | tuple):
         value = [one for point in value if isinstance(point, list | tuple) for one in point]
-    if not isinstance(value, list | tuple) or len(value) != 4 or any(isinstance(one, str) for one in value):
+    if not isinstance(value, list | tuple) or any(isinstance(one, str) for one in value):
         return None
     numbers = [number for one in value if (number := _number(one)) is not None]
-    return numbers if len(numbers) == 4 and any(numbers) else None
+    return numbers if len(numbers) == len(value) in ((4,) if part == "region" else (2, 4)) and any(numbers) else None
 
 
 def _whole_numbers(value: Any) -> list[float]:

@@ -57,27 +57,38 @@ _HELD_OUT = re.compile(
 )
 
 
-def held_out_by(entry: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Return the column by which an entry says whether it is held out, and what it says; None: it says nothing."""
-    said = ((column, is_held_out(column, entry[column])) for column in split_columns(tuple(entry)))
-    return next(((column, held_out) for column, held_out in said if held_out is not None), None)
+_NESTED = ("metadata", "meta", "info", "extra_info")
+
+
+def held_out_by(entry: Mapping[str, Any]) -> tuple[str, Any, bool] | None:
+    """Return the column by which an entry says whether it is held out, its value, and whether it is; None: it does not.
+
+    It may be one inside of metadata (`metadata.split`).
+    """
+    for column in split_columns(tuple(entry)):
+        if (held_out := is_held_out(column, entry[column])) is not None:
+            return column, entry[column], held_out
+    for name in _NESTED:
+        if isinstance(inner := entry.get(name), Mapping) and (said := held_out_by(inner)) is not None:
+            return f"{name}.{said[0]}", *said[1:]
+    return None
 
 
 def first_held_out(entries: Iterable[Mapping[str, Any]]) -> bool | None:
     """Return whether all first entries say that they are held out; None: none says of which split it is."""
-    said = [one[1] for entry in entries if (one := held_out_by(entry)) is not None]
+    said = [one[2] for entry in entries if (one := held_out_by(entry)) is not None]
     return all(said) if said else None
 
 
 def fault_of_split(entry: Mapping[str, Any], held_out: bool | None) -> str | None:
     """Return the complaint about an entry that says that it is held out among others that are not, or the reverse."""
     said = None if held_out is None else held_out_by(entry)
-    if said is None or said[1] is held_out:
+    if said is None or said[2] is held_out:
         return None
     others = "held out" if held_out else "to be learned"
     return (
-        f"`{said[0]}` is {entry[said[0]]!r}, and other rows are {others}. Write the rows of each split into a list or "
-        f"table of their own; or take all rows alike, with --ignore {said[0]} (energon convert)."
+        f"`{said[0]}` is {said[1]!r}, and other rows are {others}. Write the rows of each split into a list or table "
+        f"of their own; or take all rows alike, with --ignore {said[0].partition('.')[0]} (energon convert)."
     )
 
 

@@ -17,13 +17,13 @@ from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, is_b
 from energon_bridge.models.conversations.parts import Medium, medium_by_name, part_kind, part_payload, part_text
 from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import (
+    captions_of,
     chosen,
     doubt_of_answer,
     filled,
     first_answer,
     is_unanswered,
     options_of,
-    texts_of,
 )
 from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
 from energon_bridge.models.conversations.turn_media import check_places, check_turns, unseen_medium
@@ -402,7 +402,7 @@ def with_choice(row: Row, layout: Layout) -> Row:
 def _with_lists(row: Row, layout: Layout) -> Row:
     """Return a row whose lists of captions are lists, also those that are written as JSON or by Python."""
     columns = [access.removesuffix("[0]") for access in layout.fields.values() if access.endswith("[0]")]
-    lists = {name: listed for name in columns if (listed := texts_of(row.values.get(name))) is not None}
+    lists = {name: listed for name in columns if (listed := captions_of(row.values.get(name))) is not None}
     return replace(row, values={**row.values, **lists}) if lists else row
 
 

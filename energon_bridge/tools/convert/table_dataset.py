@@ -287,18 +287,23 @@ def _seen_values(files: Sequence[Sequence[Group]], column: str) -> dict[Any, Any
         else:
             table = read_group(some[0], (column,)) if some[0].store is not None else table_of(some[0])[0]
         chunks = table.column(column)
-        kind = str(getattr(chunks.type, "value_type", chunks.type))
+        kind = str(chunks.type)
+        kind = str(chunks.type.value_type) if kind.startswith("dictionary") else kind
         first = chunks.slice(0, 100).to_pylist()
         if not kind.startswith(_NAMES) or any(isinstance(one, str) and len(one) > _LONGEST_NAME for one in first):
             return {}
-        for value in (chunks.cast("string") if kind == "string_view" else chunks).unique().to_pylist():
+        unique = (chunks.cast("string") if kind == "string_view" else chunks).unique()
+        if len(unique) > _MOST_NAMES:
+            return {}
+        for value in unique.to_pylist():
             seen[value] = names[value] if isinstance(value, int) and 0 <= value < len(names) else value
     return seen
 
 
 _FAR_GROUPS = 16
 _LONGEST_NAME = 60
-_NAMES = ("bool", "int", "uint", "string", "large_string")
+_MOST_NAMES = 10_000
+_NAMES = ("bool", "int", "uint", "float", "double", "string", "large_string")
 _ROWS_AT_ONCE = 1 << 20
 
 

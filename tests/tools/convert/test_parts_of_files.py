@@ -52,6 +52,7 @@ PARTS: list[tuple[str, Any, str, str]] = [
     ("frame_idx", 1, "image", "a.gif"),
     ("frame_indices", [0, 8, 16], "video", "a.mp4"),
     ("keyframes", [8], "video", "a.mp4"),
+    ("sampled_frames", [0, 8], "video", "a.mp4"),
     ("frame", 0, "video", "a.mp4"),
     ("channel", 1, "audio", "a.wav"),
     ("audio_channel", "left", "audio", "a.wav"),
@@ -122,7 +123,7 @@ def test_what_is_no_part_is_left_beside(
     kind = {"mp4": "video", "wav": "audio"}.get(file[2:], "image")
     flags = [flag for name in beside if name in ("words",) for flag in ("--ignore", name)]
     convert(lines(tmp_path, *[{kind: file, **ASKED, **beside}] * 4), tmp_path / "out", *ALL, *flags)
-    assert "is a box" not in caplog.text
+    assert "is a place" not in caplog.text
 
 
 def test_a_box_without_a_text_is_a_label(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +134,12 @@ def test_a_box_without_a_text_is_a_label(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
-    ("beside", "named"), [({"bbox": [1, 2, 30, 40]}, "`bbox`"), ({"x": 1, "y": 2, "w": 3, "h": 40}, "`x, y, w, h`")]
+    ("beside", "named"),
+    [
+        ({"bbox": [1, 2, 30, 40]}, "`bbox`"),
+        ({"x": 1, "y": 2, "w": 3, "h": 40}, "`x, y, w, h`"),
+        ({"point": {"x": 3, "y": 4.5}}, "`point`"),
+    ],
 )
 @pytest.mark.parametrize("door", ["lists", "tables", "captions"])
 def test_one_box_beside_a_text_is_named(
@@ -145,7 +151,7 @@ def test_one_box_beside_a_text_is_named(
         convert(lines(tmp_path, *[{"image": "a.png", **said, **beside}] * 2), tmp_path / "out", *ALL)
     else:
         delivered(table(tmp_path, *[{**said, **beside}] * 2))
-    assert caplog.text.count(f"{named} of a sample is a box") == 1
+    assert caplog.text.count(f"{named} of a sample is a place") == 1
 
 
 # Texts that a label, or two files, share ------------------------------------------------------------------------------

@@ -142,6 +142,37 @@ def test_the_training_script_opens_them_by_its_filter(tmp_path: Path) -> None:
     assert dataset_captions(data.path, limit=9, **data.opening) == ["q0", "a0", "q2", "a2"]
 
 
+def test_metadata_may_say_it(tmp_path: Path) -> None:
+    """MathVista's `metadata.split`."""
+    lines = tmp_path / "rows.jsonl"
+    rows = [talk(n, metadata={"split": "test" if n == 1 else "train"}) for n in range(3)]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = refused(lines, tmp_path / "out", *ALL)
+    assert "`metadata.split` is 'test', and other rows are to be learned" in told
+    assert [one.messages[0]["content"] for one in learned(lines)] == ["q0", "q2"]
+    assert "3 samples" in convert(lines, tmp_path / "out", *ALL, "--ignore", "metadata")
+
+
+@pytest.mark.parametrize(
+    "column", [["good", "bad"], [["test"], ["train"]], [{"split": 1}, {"split": 2}], [1.5, float("nan")], [b"x", b"y"]]
+)
+@pytest.mark.parametrize("name", ["split", "quality", "is_rejected"])
+def test_columns_of_other_kinds_are_no_names(name: str, column: list[Any], tmp_path: Path) -> None:
+    path = table(tmp_path / "rows.parquet", arrow.table({"text": ["a", "b"], name: column}))
+    if (name, column[0]) == ("quality", "good"):
+        with pytest.raises(UnknownSplitError, match="rejected rows"):
+            delivered(path)
+    else:
+        assert [one.text for one in delivered(path)] == ["a", "b"]
+
+
+def test_flags_with_nulls_are_floats_in_pandas(tmp_path: Path) -> None:
+    rows = arrow.table({"text": ["a", "b", "c"], "is_rejected": [0.0, 1.0, None]})
+    with pytest.raises(UnknownSplitError, match="rejected rows") as told:
+        delivered(path := table(tmp_path / "rows.parquet", rows))
+    assert [one.text for one in delivered(path, filter=remedies(told.value)[0])] == ["a"]
+
+
 @pytest.mark.parametrize("door", ["jsonl", "tars"])
 def test_lists_and_tars_leave_out_rows_of_tests_by_name(
     door: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -284,6 +315,14 @@ def test_captions_that_annotators_rejected(tmp_path: Path) -> None:
     assert [one.caption for one in delivered(tmp_path / "out")] == ["A red mug.", "A dog."]
     kept = [json.loads(data)["captions"] for name, data in members(tmp_path / "out").items() if name.endswith("json")]
     assert kept == [["A red mug."], ["A dog."]]
+
+
+def test_captions_that_are_objects(tmp_path: Path) -> None:
+    notes = [("Bad.", True), ("Good.", False)]
+    captions = [{"caption": text, "is_rejected": is_rejected} for text, is_rejected in notes]
+    path = table(tmp_path / "rows.parquet", [{"image": IMAGE, "captions": captions}])
+    convert(path, tmp_path / "out", *ALL)
+    assert [one.caption for source in (path, tmp_path / "out") for one in delivered(source)] == ["Good."] * 2
 
 
 @pytest.mark.parametrize(
