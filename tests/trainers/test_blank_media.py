@@ -113,7 +113,7 @@ def test_any_model_runs_whole_without_media(model_type: str) -> None:
         with pytest.raises(ConfigurationError, match="through cross-attention"):
             ChatTemplateTaskEncoder.for_processor(processor, config, model_config=model.config)
         return
-    model = model.double()
+    model = model if "moe" in model_type else model.double()  # torch multiplies experts in single precision
     blank = ChatTemplateTaskEncoder.for_processor(processor, config, model_config=model.config)
     texts = [plain.encode(text_alone()[0])] * 2
     numbers = (1, 2, 3, 4) if model_type == "glm4v" else (0, 1, 3, 4)  # it takes no image beside a video

@@ -96,6 +96,11 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
                     f"roles: {name} has a {hook} of its own, which needs the media that language ranks do not have: do "
                     "its work in preencode_sample, which sees undecoded media on all ranks"
                 )
+        if chat._blanks:
+            raise ConfigurationError(
+                "roles: blank_media of the ChatConfig would put tokens into the rows whose media no encoder rank makes: "
+                "leave it out; an encoder rank without media gives back none"
+            )
         self.chat = chat
         family = chat.family
         self._results: dict[Kind, set[str]] = {}
