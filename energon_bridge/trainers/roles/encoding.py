@@ -98,7 +98,7 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
                 )
         if chat._blanks:
             raise ConfigurationError(
-                "roles: blank_media of the ChatConfig would put tokens into the rows whose media no encoder rank makes: "
+                "roles: blank_media of the ChatConfig would put tokens into rows whose media no encoder rank makes: "
                 "leave it out; an encoder rank without media gives back none"
             )
         self.chat = chat
