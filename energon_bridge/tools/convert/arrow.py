@@ -32,7 +32,7 @@ from energon_bridge.tools.convert.conversations import (
     raw_bytes,
 )
 from energon_bridge.tools.convert.lists import propose_layout
-from energon_bridge.tools.convert.row_groups import FileStamp, Group, far_groups, groups_of, table_of
+from energon_bridge.tools.convert.row_groups import FileStamp, Group, far_groups, groups_of, read_rows, table_of
 from energon_bridge.tools.convert.rows import LOOKED_AT, Content, Layout, MediaRoot, Row, first_rows, lay_out, located
 from energon_bridge.tools.convert.splits import named_parts, part_order, split_files
 
@@ -83,6 +83,9 @@ class ArrowSample:
 
 def values_at(group: Group, at: int) -> dict[str, Any]:
     """Return the values of a row by column; raises SourceError."""
+    if group.group < 0:
+        ((_, columns),) = read_rows(group, [at], ())
+        return {name: read(column[0]) for name, column, read in columns}
     table, readers = table_of(group)
     return {name: read(column[at]) for (name, read), column in zip(readers.items(), table.columns, strict=True)}
 

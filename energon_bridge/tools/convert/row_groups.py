@@ -1,23 +1,28 @@
 """Row groups of parquet and arrow files, local or behind URLs: numbers of rows, and columns. Needs pyarrow.
 
-Local files are mapped into memory. Of files behind URLs, the end of a parquet file is read, and the head of each record
-batch of an arrow file; then one row group or record batch at a time, with all its columns in one request.
+Of local arrow files any row is read alone (`record_batches.py`). Of files behind URLs, the end of a parquet file is
+read, and the head of each record batch of an arrow file; then one row group or record batch at a time, with all its
+columns in one request.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from energon_bridge.core.errors import ConfigurationError, SourceError
-from energon_bridge.core.storage import ByteRange, Store, as_far
+from energon_bridge.core.storage import ByteRange, Store, as_far, open_store
 from energon_bridge.core.storage.ranges import RangeReader
+from energon_bridge.tools.convert.record_batches import BATCH, SCHEMA, ArrowFile, messages_of, open_arrow
 from energon_bridge.tools.convert.table_values import ValueReader, features_of, readers_of
 
 FileStamp = tuple[int, int]
@@ -28,8 +33,8 @@ FileStamp = tuple[int, int]
 class Group:
     """A row group of a parquet file, or an arrow file (group -1), with the columns and the label names of some.
 
-    Of a file behind a URL, `store` has the bytes and `metadata` is its footer. If it is an arrow file, its groups are
-    its record batches: `metadata` is the schema, and `span` offset and length of the batch.
+    Of an arrow file, or one behind a URL, `store` has the bytes. Behind a URL, `metadata` is the footer; if it is an
+    arrow file, its groups are its record batches: `metadata` is the schema, and `span` offset and length of the batch.
     """
 
     path: str
@@ -48,8 +53,11 @@ class Group:
         return self.path, self.stamp, self.group, self.span
 
 
-def groups_of(path: Path) -> list[Group]:
-    """Return the row groups of a parquet file, or an arrow file as one; raises SourceError."""
+def groups_of(path: Path, store: Store | None = None) -> list[Group]:
+    """Return the row groups of a parquet file, or an arrow file as one; raises SourceError.
+
+    `store`, of its folder or one above, reads the rows of an arrow file.
+    """
     parquet = path.suffix == ".parquet"
     arrow = pyarrow_modules()
     try:
@@ -57,7 +65,7 @@ def groups_of(path: Path) -> list[Group]:
         stamp = stat.st_size, stat.st_mtime_ns
         if parquet:
             return _parquet_groups(str(path), stamp, parquet_file(str(path), stamp).metadata)
-        table = read_table(str(path))
+        file, _ = arrow_file(str(path), stamp)
     except (OSError, arrow.ArrowException) as error:
         raise SourceError(f"{path}: cannot be read: {str(error).rstrip('.')}. Was the download cut off?") from error
     return [
@@ -65,9 +73,10 @@ def groups_of(path: Path) -> list[Group]:
             path=str(path),
             stamp=stamp,
             group=-1,
-            num_rows=table.num_rows,
-            columns=tuple(table.schema.names),
-            labels=_labels(table.schema.metadata),
+            num_rows=file.rows.num_rows,
+            columns=tuple(file.rows.schema.names),
+            labels=_labels(file.rows.schema.metadata),
+            store=open_store(path.parent) if store is None else store,
         )
     ]
 
@@ -113,16 +122,74 @@ def pyarrow_modules() -> Any:
 @lru_cache(maxsize=16)
 def parquet_file(path: str, stamp: FileStamp) -> Any:
     """Return an open parquet file."""
-    return pyarrow_modules().parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
+    return pyarrow_modules().parquet.ParquetFile(path, pre_buffer=False)
 
 
-def read_table(path: str) -> Any:
-    """Return the rows of an arrow file, memory-mapped, so that only the used parts are read."""
-    arrow = pyarrow_modules()
-    with open(path, "rb") as file:
-        is_stream = file.read(6) != b"ARROW1"
-    mapped = arrow.memory_map(path)
-    return (arrow.ipc.open_stream if is_stream else arrow.ipc.open_file)(mapped).read_all()
+Columns = list[tuple[str, Any, ValueReader]]
+"""Columns of some rows, with their names and how they are read."""
+Batches = list[tuple[int, Columns]]
+"""Rows in order: the number of the first of each run or record batch, and its columns."""
+
+
+def batches_of(table: Any) -> Batches:
+    """Return the record batches of a table."""
+    batches: Batches = []
+    first = 0
+    readers = readers_of(table.schema)
+    for batch in table.to_batches():
+        batches.append((first, list(zip(readers, batch.columns, readers.values(), strict=True))))
+        first += batch.num_rows
+    return batches
+
+
+def batch_at(batches: Batches, row: int) -> tuple[int, Columns]:
+    """Return the one that has a row."""
+    return batches[bisect_right(batches, row, key=itemgetter(0)) - 1]
+
+
+@lru_cache(maxsize=64)
+def arrow_file(path: str, stamp: FileStamp) -> tuple[ArrowFile, Batches]:
+    """Return a local arrow file and its record batches; raises CorruptShardError if it has another stamp by now."""
+    store = open_store(os.path.dirname(path))  # none that keeps the file open
+    store.expect(os.path.basename(path), *stamp)
+    file = open_arrow(store, os.path.basename(path), stamp[0])
+    return file, batches_of(file.rows)
+
+
+def read_rows(group: Group, rows: Collection[int], columns: tuple[str, ...]) -> Batches:
+    """Return rows of a local arrow file, with all columns if none is named; raises CorruptShardError."""
+    assert group.store is not None
+    file, batches = arrow_file(group.path, group.stamp)
+    runs: list[tuple[int, int, tuple[int, Columns]]] = []
+    for row in sorted(set(rows)):
+        batch = batch_at(batches, row)
+        if runs and runs[-1][2] is batch and sum(runs[-1][:2]) == row:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1, batch
+        else:
+            runs.append((row, 1, batch))
+    wanted = columns or group.columns
+    pieces = [
+        (array, first - before, count)
+        for first, count, (before, found) in runs
+        for name, array, _ in found
+        if name in wanted
+    ]
+    taken = iter(file.take(group.store, _rel(group.store, group.path), pieces))
+    return [
+        (first, [(name, next(taken), read) for name, _, read in found if name in wanted])
+        for first, _, (_, found) in runs
+    ]
+
+
+def chunks_of(group: Group, column: str) -> list[Any]:
+    """Return a column as arrays; raises CorruptShardError."""
+    if group.group >= 0:
+        table = table_of(group)[0] if group.span[1] else read_row_groups([group], (column,))
+        return list(table.column(column).chunks)
+    assert group.store is not None
+    file, _ = arrow_file(group.path, group.stamp)
+    pieces = [(chunk, 0, len(chunk)) for chunk in file.rows.column(column).chunks]
+    return file.take(group.store, _rel(group.store, group.path), pieces)
 
 
 _TABLES = 2
@@ -136,7 +203,7 @@ def table_of(group: Group) -> tuple[Any, dict[str, ValueReader]]:
     with _tables_lock:
         kept = _tables.pop(key, None)
     if kept is None:
-        table = read_table(group.path) if group.group < 0 else read_group(group, ())
+        table = read_group(group, ())
         kept = table, readers_of(table.schema)
     with _tables_lock:
         _tables[key] = kept
@@ -171,9 +238,6 @@ def read_row_groups(groups: Sequence[Group], columns: tuple[str, ...]) -> Any:
 
 TAIL_BYTES = 64 << 10  # at the end of a parquet file that nearly always hold its metadata
 _TAILS = 128  # read at once
-_HEAD = 4 << 10  # bytes in which the head of a record batch nearly always ends
-_MAGIC = b"ARROW1\0\0"
-_SCHEMA, _BATCH = 1, 3  # kinds of messages
 
 
 # Files behind URLs ----------------------------------------------------------------------------------------------------
@@ -253,79 +317,36 @@ def _prefetched(store: Store, groups: Sequence[Group], columns: tuple[str, ...])
 
 
 def _arrow_groups(store: Store, path: str, stamp: FileStamp) -> list[Group]:
-    """Return the record batches of an arrow file or stream; raises SourceError.
-
-    Each is a message: four bytes 0xFF, four with the length of its head, the head, the content. (Arrow columnar format,
-    "Encapsulated message format".)
-    """
+    """Return the record batches of an arrow file or stream; raises SourceError."""
     arrow = pyarrow_modules()
-    rel = _rel(store, path)
-    size = stamp[0]
-    start = 0
     schema = None
     groups: list[Group] = []
     columns: tuple[str, ...] = ()
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    while start + 8 <= size:
-        head = store.read_range(rel, start, min(_HEAD, size - start))
-        if not start and head.startswith(_MAGIC):
-            start = len(_MAGIC)
-            continue
-        mark, length = struct.unpack_from("<II", head)
-        if mark != 0xFFFFFFFF or start + 8 + length > size:
-            raise SourceError(f"{path}: is no arrow file from byte {start} on. Was the upload cut off?")
-        if not length:
-            break  # the end of the batches
-        if 8 + length > len(head):
-            head = store.read_range(rel, start, 8 + length)
-        kind, rows, content = _message(head[8 : 8 + length])
-        if kind == _SCHEMA:
-            schema = arrow.ipc.read_schema(arrow.py_buffer(head[: 8 + length]))
+    for message in messages_of(store, _rel(store, path), stamp[0]):
+        if message.kind == SCHEMA:
+            schema = arrow.ipc.read_schema(arrow.py_buffer(message.head))
             columns = tuple(schema.names)
             labels = _labels(schema.metadata)
-        elif kind == _BATCH:
-            span = start, 8 + length + content
-            if sum(span) > size:
-                raise SourceError(f"{path}: ends in the middle of a record batch. Was the upload cut off?")
+        elif message.kind == BATCH:
             groups.append(
                 Group(
                     path=path,
                     stamp=stamp,
                     group=len(groups),
-                    num_rows=rows,
+                    num_rows=message.rows,
                     columns=columns,
                     labels=labels,
                     store=store,
                     metadata=schema,
-                    span=span,
+                    span=(message.start, len(message.head) + message.content),
                 )
             )
         else:
             raise SourceError(f"{path}: has columns with dictionaries, which are read from local disks only: copy it.")
-        start += 8 + length + content
     if schema is None:
         raise SourceError(f"{path}: has no schema. Was the upload cut off?")
     return groups
-
-
-def _message(data: bytes) -> tuple[int, int, int]:
-    """Return kind, rows and bytes of content of the head of a message, a flatbuffer."""
-    root = struct.unpack_from("<I", data)[0]
-
-    def place(table: int, number: int) -> int:
-        entries = table - struct.unpack_from("<i", data, table)[0]
-        inside = 4 + 2 * number < struct.unpack_from("<H", data, entries)[0]
-        offset = struct.unpack_from("<H", data, entries + 4 + 2 * number)[0] if inside else 0
-        return table + offset if offset else 0
-
-    kind, header, content = (place(root, number) for number in (1, 2, 3))
-    table = header + struct.unpack_from("<I", data, header)[0]
-    rows = place(table, 0)
-    return (
-        data[kind],
-        struct.unpack_from("<q", data, rows)[0] if rows else 0,
-        struct.unpack_from("<q", data, content)[0] if content else 0,
-    )
 
 
 def _read_batch(group: Group, columns: tuple[str, ...]) -> Any:

@@ -23,7 +23,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -66,20 +65,23 @@ from energon_bridge.tools.convert.conversations import as_source, by_options, ch
 from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant, check_whole
 from energon_bridge.tools.convert.row_groups import (
     TAIL_BYTES,
+    Batches,
     Group,
+    batch_at,
+    batches_of,
+    chunks_of,
     far_groups,
     groups_of,
     hash_of_tail,
     pyarrow_modules,
     read_group,
     read_row_groups,
-    read_table,
+    read_rows,
     release_tables,
     sizes_of,
-    table_of,
 )
 from energon_bridge.tools.convert.rows import Layout, MediaRoot, check_layout, first_rows, lay_out, located
-from energon_bridge.tools.convert.table_values import ValueReader, numbers_or_texts, readers_of
+from energon_bridge.tools.convert.table_values import ValueReader, numbers_or_texts
 
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
@@ -274,7 +276,7 @@ def _seen_values(files: Sequence[Sequence[Group]], column: str) -> dict[Any, Any
     All groups of local files are looked at; of parquet files behind URLs some, of arrow files there the first and last.
     """
     groups = [group for of_file in files for group in of_file if group.num_rows]
-    if groups[0].store is not None:
+    if _is_far(groups[0].path):
         most = 2 if groups[0].span[1] else _FAR_GROUPS
         groups = [groups[at] for at in sorted({*np.linspace(0, len(groups) - 1, most, dtype=int).tolist()})]
     names = dict(groups[0].labels).get(column, ())
@@ -283,10 +285,11 @@ def _seen_values(files: Sequence[Sequence[Group]], column: str) -> dict[Any, Any
         if column not in some[0].columns:
             continue
         if some[0].path.endswith(".parquet"):
-            table = read_row_groups(some, (column,))
+            chunks = read_row_groups(some, (column,)).column(column)
+        elif some[0].group < 0:
+            chunks = pyarrow_modules().chunked_array(chunks_of(some[0], column))
         else:
-            table = read_group(some[0], (column,)) if some[0].store is not None else table_of(some[0])[0]
-        chunks = table.column(column)
+            chunks = read_group(some[0], (column,)).column(column)
         kind = str(chunks.type)
         kind = str(chunks.type.value_type) if kind.startswith("dictionary") else kind
         first = chunks.slice(0, 100).to_pylist()
@@ -376,7 +379,7 @@ def _groups_at(store: Store, names: Sequence[str]) -> tuple[list[list[Group]], l
         sizes = sizes_of(store, names)
         return far_groups(store, names, [(size, 0) for size in sizes]), sizes
     paths = [Path(store.root) / name for name in names]
-    return [groups_of(path) for path in paths], [path.stat().st_size for path in paths]
+    return [groups_of(path, store) for path in paths], [path.stat().st_size for path in paths]
 
 
 def _seen_end(store: Store, groups: Sequence[Group]) -> int:
@@ -441,7 +444,7 @@ def _read_values(dataset: TableDataset, column: str) -> np.ndarray:
             chunks += read_row_groups(groups, (column,)).column(column).chunks
         else:
             for group in groups:
-                chunks += table_of(group)[0].column(column).chunks
+                chunks += chunks_of(group, column)
     return numbers_or_texts(chunks, f"{dataset.path}: the column {column!r}")
 
 
@@ -474,9 +477,9 @@ class TableRows:
             wanted.setdefault((shard, number), []).append((place, local - firsts[number]))
         for (shard, number), rows in wanted.items():
             group = self._shard_groups(shard)[0][number]
-            batches = _read(group, self._dataset.wanted, len(rows))
+            batches = _read(group, self._dataset.wanted, [at for _, at in rows])
             for place, at in rows:
-                first, columns = batches[bisect_right(batches, at, key=_first) - 1]
+                first, columns = batch_at(batches, at)
                 where = f"{group.path}{f', row group {group.group}' if group.group >= 0 else ''}, row {at}"
                 scalars = [(name, column[at - first], read) for name, column, read in columns]
                 out[place] = self._row(scalars, where, int(indices[place]), group)
@@ -518,14 +521,6 @@ class TableRows:
             return known
 
 
-Batches = list[tuple[int, list[tuple[str, Any, ValueReader]]]]
-"""The record batches of a group: number of the first row, and the columns with their names and how they are read."""
-
-
-def _first(batch: tuple[int, Any]) -> int:
-    return batch[0]
-
-
 class _Kept:
     """The row groups that a process read last, across all its datasets."""
 
@@ -547,7 +542,7 @@ class _Kept:
                 self._groups.move_to_end(place)
                 return kept[0]
         table = read_group(group, columns)
-        batches = _batches(table)
+        batches = batches_of(table)
         with self._lock:
             self._count(group, hash(place), table.nbytes)
             if place not in self._groups:
@@ -587,31 +582,15 @@ class _Kept:
 _KEPT = PerProcess(_Kept)
 
 
-def _read(group: Group, columns: tuple[str, ...], rows: int) -> Batches:
-    """Return some columns of a group (all if none is named) to use `rows` rows of; raises CorruptShardError."""
+def _read(group: Group, columns: tuple[str, ...], rows: Sequence[int]) -> Batches:
+    """Return some columns of a group (all if none is named) that have some of its rows; raises CorruptShardError."""
     arrow = pyarrow_modules()
     try:
-        return _KEPT().get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
+        return _KEPT().get(group, columns, len(rows)) if group.group >= 0 else read_rows(group, rows, columns)
     except StorageError:
         raise
     except (OSError, arrow.ArrowException) as error:
         raise CorruptShardError(f"{group.path}: cannot be read: {error}") from error
-
-
-@lru_cache(maxsize=64)
-def _mapped(group: Group, columns: tuple[str, ...]) -> Batches:
-    table = read_table(group.path)
-    return _batches(table.select(columns) if columns else table)
-
-
-def _batches(table: Any) -> Batches:
-    batches: Batches = []
-    first = 0
-    readers = readers_of(table.schema)
-    for batch in table.to_batches():
-        batches.append((first, list(zip(readers, batch.columns, readers.values(), strict=True))))
-        first += batch.num_rows
-    return batches
 
 
 class _Tables:
