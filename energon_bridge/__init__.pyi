@@ -279,3 +279,8 @@ from .trainers.replica.costs import (
 from .trainers.replica.warmup import (
     CostWarmup as CostWarmup,
 )
+from .trainers.roles import (
+    EncoderBatch as EncoderBatch,
+    Roles as Roles,
+    make_roles as make_roles,
+)

@@ -28,6 +28,7 @@ from energon_bridge.trainers.bridge_encoders import (
 from energon_bridge.trainers.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading, check_names
 from energon_bridge.trainers.replica import StageKeys
 from energon_bridge.trainers.replica.costs import BatchCost
+from energon_bridge.trainers.roles import Roles
 from energon_bridge.trainers.task_encoders import TaskEncoderConfig, TaskEncoderContext
 
 __all__ = [
@@ -226,6 +227,7 @@ class DatasetBuildContext:
         test_samples: Ignored: there is no test data.
         tokenizer: The run's tokenizer, for task encoders that use it.
         pg_collection: megatron-core's `ProcessGroupCollection`.
+        roles: From `make_roles`, where the modules of a MIMO model have grids of their own.
     """
 
     train_samples: int
@@ -233,6 +235,7 @@ class DatasetBuildContext:
     test_samples: int
     tokenizer: Any = None
     pg_collection: Any = None
+    roles: Roles | None = None
 
 
 class EnergonDatasetBuilder:
@@ -281,6 +284,7 @@ class EnergonDatasetBuilder:
             task_encoder=encoder,
             packing_buffer_size=config.packing_buffer_size,
             pg_collection=context.pg_collection,
+            roles=context.roles,
             replica_loading=config.replica_loading,
             balance=config.balance,
             balance_cost=BatchCost(**cost) if isinstance(cost, Mapping) else cost,

@@ -59,6 +59,8 @@ from energon_bridge.trainers.replica import (
     make_replica,
 )
 from energon_bridge.trainers.replica.costs import BatchCost
+from energon_bridge.trainers.roles import Roles
+from energon_bridge.trainers.roles.roles import RoleLoader
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +136,8 @@ class EnergonMultiModalDataModule(_Base):
             same order; states exist after whole global batches only. `none`: each rank runs what it loads.
         balance_cost: A function of a batch, default `BatchCost()`, its tokens: see `make_balance`.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
+        roles: From `make_roles`, where encoders and the language model have data-parallel ranks of their own. Batches
+            are then dicts, with one for each role of this process.
 
     The others are those of `get_train_dataset` (from `batch_drop_last` on; those that `get_val_dataset` has are for
     validation too, except for `batch_drop_last`), of `WorkerConfig` (from `seed` on) and of `get_savable_loader` (from
@@ -175,6 +179,7 @@ class EnergonMultiModalDataModule(_Base):
         balance: BalanceMode = "none",
         balance_cost: Callable[[Any], float] | None = None,
         stage_keys: StageKeys | None = None,
+        roles: Roles | None = None,
         validate_each_dataset: bool = False,
         # Of `get_train_dataset` and `get_val_dataset`.
         batch_drop_last: bool = False,
@@ -311,6 +316,12 @@ class EnergonMultiModalDataModule(_Base):
             where = f"EnergonMultiModalDataModule: {name}"
             setattr(self, name, check_number(where, getattr(self, name), least, optional=name not in _NEEDED))
         self.stage_keys = stage_keys
+        self.roles = roles
+        if roles is not None and (replica_loading == "one_rank" or balance != "none" or validate_each_dataset):
+            raise ConfigurationError(
+                "roles: every rank loads what its role needs, so replica_loading='one_rank', balance and "
+                "validate_each_dataset have no place beside them: leave them out"
+            )
         self.validate_each_dataset = validate_each_dataset
         self.validation_names: list[str] = []
         self.task_encoder = task_encoder or MultiModalTaskEncoder(
@@ -347,13 +358,16 @@ class EnergonMultiModalDataModule(_Base):
         """Return the worker configuration of this process; rank and size are those of the pure data-parallel group."""
         known = trainer_groups() if self.pg_collection is None else [groups]
         found = [self._mesh_group(), *(each.data_parallel_group(self.pg_collection) for each in known)]
+        if self.roles is not None:
+            found = []
         config = self._worker_config(
             num_workers=num_workers,
+            **({} if self.roles is None else self.roles.place),
             data_parallel_group=next((group for group in found if group is not None), None),
             microbatches_per_global_batch=self._microbatches_per_global_batch(),
             pin_memory=None if self.pin_memory else False,
         )
-        if self.pg_collection is not None:
+        if self.pg_collection is not None and self.roles is None:
             by_group = config.data_parallel_group is not None
             check_data_parallel(config.dp_rank, config.dp_size, by_group=by_group, pg_collection=self.pg_collection)
         per_step = self.micro_batch_size * config.dp_size
@@ -487,7 +501,10 @@ class EnergonMultiModalDataModule(_Base):
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Move the tensors of a batch to Lightning's device, and normalise byte pixels there."""
-        return normalise_on_device(batch if str(device) == "cpu" else to_device(batch, device))
+        moved = batch if str(device) == "cpu" else to_device(batch, device)
+        if self.roles is not None:
+            return {name: normalise_on_device(of_role) for name, of_role in moved.items()}
+        return normalise_on_device(moved)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this.
@@ -559,7 +576,9 @@ class EnergonMultiModalDataModule(_Base):
     def consumed_samples(self) -> int:
         """Rows (packs, if samples are packed) that all data-parallel ranks have trained on, without masked ones."""
         state = self._restored
-        if self.train_dataloader_object is not None:
+        if self.train_dataloader_object is not None and self.roles is not None:
+            state = {"microbatches": self.train_dataloader_object.loader.microbatches}
+        elif self.train_dataloader_object is not None:
             state = self.train_dataloader_object.save_state()
         size = self._opened_sizes.get("train", self.micro_batch_size)
         return size * int(state["microbatches"]) if state else 0
@@ -614,13 +633,16 @@ class EnergonMultiModalDataModule(_Base):
         names = getattr(mesh, "mesh_dim_names", None) or ()
         return mesh["data_parallel"].get_group() if mesh is not None and "data_parallel" in names else None
 
-    def _load(self, split: Literal["train", "val", "test"], num_workers: int) -> SavableDataLoader:
+    def _load(self, split: Literal["train", "val", "test"], num_workers: int) -> SavableDataLoader | RoleLoader:
         """Open the loader of a split."""
         worker_config = self._build_worker_config(num_workers, split)
         if split == "test":
-            return self._open_loader(self._evaluated("test", worker_config), worker_config=worker_config)
-        dataset = self.datasets_provider(worker_config, split)
+            dataset = self._evaluated("test", worker_config)
+        else:
+            dataset = self.datasets_provider(worker_config, split)
         on_mismatch = self._on_mismatch if split == "train" else "refuse"  # a state is only ever of training data
+        if self.roles is not None:
+            return self.roles.loader(dataset, on_mismatch=on_mismatch, **self._open_loader.keywords)
         return self._open_loader(dataset, worker_config=worker_config, on_mismatch=on_mismatch)
 
     def _finite(self, split: Literal["val", "test"]) -> EnergonDataloader:

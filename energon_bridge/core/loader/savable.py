@@ -87,7 +87,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self.config = config = worker_config or dataset.worker_config
         self.on_mismatch = on_mismatch
         check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
-        for groups in trainer_groups() if config.serves is None else ():
+        by_grids = getattr(dataset.settings.task_encoder, "runs_elsewhere", False)  # which know better than a trainer
+        for groups in () if by_grids else trainer_groups():
             groups.check_data_parallel(config.dp_rank, config.dp_size, by_group=config.data_parallel_group is not None)
         dataset.check_types()
         self._delivery = self._delivery_kind(dataset, config, watchdog)

@@ -199,6 +199,7 @@ class LaneMedia(Batch):
     num_tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     blanks: list[str] = field(default_factory=list)
+    pixel_norm: Tensor | None = None
 
 
 class MediaTaskEncoder(LanguageTaskEncoder):
@@ -259,8 +260,6 @@ class MediaTaskEncoder(LanguageTaskEncoder):
         ]
         norm = self.chat._norm
         visual = join_visual(made, [0] * len(made), count=1) if any(made) else {}
-        if norm is not None and any(name.startswith("pixel_values") for name in visual):
-            visual["pixel_norm"] = norm
         return LaneMedia(
             __key__=list(given("__key__")),
             __restore_key__=given("__restore_key__") or (),
@@ -269,6 +268,7 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             num_tokens=[tokens for tokens, _ in found],
             rows=[row for _, row in found],
             blanks=blanks,
+            pixel_norm=norm if any(name.startswith("pixel_values") for name in visual) else None,
         )
 
     def _wanted(self, samples: Sequence[PreparedSample]) -> list[list[int]]:

@@ -17,21 +17,26 @@ state of the run is that of the language ranks; encoder ranks begin where it say
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from energon_bridge.core.datasets import get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, DecodeError, check_number
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.samples import Batch, edataclass
 from energon_bridge.core.worker_config import WorkerConfig, distributed
 from energon_bridge.models.conversations.sequences import join_visual
-from energon_bridge.trainers.replica.groups import gathered
+from energon_bridge.trainers.replica import StageKeys
+from energon_bridge.trainers.replica.groups import gathered, parallel_place
+from energon_bridge.trainers.replica.structure import select
 from energon_bridge.trainers.roles.encoding import KINDS, LaneMedia, LanguageTaskEncoder, MediaTaskEncoder
 
 logger = logging.getLogger(__name__)
@@ -54,7 +59,9 @@ class Grid:
     group: Any = None
 
 
-def make_roles(grids: Mapping[str, Any], *, macro: int = 1) -> Roles:
+def make_roles(
+    grids: Mapping[str, Any], *, macro: int = 1, stage_keys: StageKeys | None = None, pg_collection: Any = None
+) -> Roles:
     """Return what this process loads, where the language model and encoders have data-parallel ranks of their own.
 
     Examples:
@@ -64,10 +71,13 @@ def make_roles(grids: Mapping[str, Any], *, macro: int = 1) -> Roles:
 
     Args:
         grids: The data-parallel ranks of `language`, and of one or more encoders: `vision` gets images and videos,
-            `audio` sounds, `media` all of them. Each is a process group, as megatron-core's `grid.get_pg(["dp"])`, or
-            rank and size, `(rank, size)`; a process that is not of a grid passes None or `(None, size)`. If one passes
-            None, all processes must call this, after torch.distributed is initialised.
+            `audio` sounds, `media` all of them. Each is a process group, a `HyperCommGrid` of megatron-core with a
+            dimension `dp`, or rank and size, `(rank, size)`. A process that needs no data of a grid, since it is not of
+            it or is of a later pipeline stage of an encoder, passes None or `(None, size)`. If one passes None, all
+            processes must call this, after torch.distributed is initialised.
         macro: Microbatches whose media an encoder rank gets at once.
+        stage_keys: The fields of a language batch that each pipeline stage of the language model gets; None: all.
+        pg_collection: megatron-core's `ProcessGroupCollection` of the language model, whose `pp` tells the stage.
 
     Raises:
         ConfigurationError: A grid is unknown, missing, or does not fit that of the language model.
@@ -96,7 +106,8 @@ def make_roles(grids: Mapping[str, Any], *, macro: int = 1) -> Roles:
                 f"make_roles: {name} has {grid.size} data-parallel ranks and language {size}: one number must divide "
                 "the other, so that whole ranks serve whole ranks"
             )
-    return Roles(grids=found, macro=check_number("make_roles: macro", macro, 1))
+    keys = None if stage_keys is None else stage_keys.of(*parallel_place("pp", pg_collection))
+    return Roles(grids=found, macro=check_number("make_roles: macro", macro, 1), keys=keys)
 
 
 def _grid(name: str, group: Any) -> Grid:
@@ -107,6 +118,12 @@ def _grid(name: str, group: Any) -> Grid:
         if rank is not None and not 0 <= rank < size:
             raise ConfigurationError(f"make_roles: {name} has rank {rank} of {size}")
         return Grid(size=size, rank=rank)
+    if hasattr(group, "dim_names"):  # a HyperCommGrid
+        inside = group.is_current_rank_in_grid()
+        of_dims = [name for name in ("dp", "gtp_remat") if name in group.dim_names]
+        size = math.prod(group.shape[group.dim_names.index(name)] for name in of_dims)
+        pg = group.get_pg(of_dims if len(of_dims) > 1 else of_dims[0]) if inside else None
+        return Grid(size=size, rank=None if pg is None else int(pg.rank()), group=pg)
     world = distributed()
     if group is None or (world is not None and group == world.GroupMember.NON_GROUP_MEMBER):
         return Grid(size=0, rank=None)
@@ -120,7 +137,8 @@ class EncoderBatch(Batch):
     The order is: microbatch, language rank, row, token. `visual_inputs`: what the model's encoder takes, such as
     `pixel_values` and `image_grid_thw`; empty if no row has such media. Lists have an entry for each microbatch of each
     language rank: `input_ids`, its tokens, int64 (B, S), to count those of media; `num_tokens`, its media's tokens in
-    this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row.
+    this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row. `pixel_norm` is there where
+    pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
 
     visual_inputs: dict[str, Tensor]
@@ -128,6 +146,7 @@ class EncoderBatch(Batch):
     num_tokens: list[int]
     num_media: list[int]
     row_tokens: list[list[int]] = field(default_factory=list)
+    pixel_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,15 +156,22 @@ class Roles:
     Args:
         grids: The grids by name.
         macro: Microbatches whose media an encoder rank gets at once.
+        keys: The fields of a language batch that this process needs; None: all.
     """
 
     grids: Mapping[str, Grid]
     macro: int = 1
+    keys: frozenset[str] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The grids that this process is of, `language` first."""
         return tuple(sorted((name for name, grid in self.grids.items() if grid.rank is not None), key=_language_first))
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Rank and world size of a configuration for all loaders of this process; each takes its own of the grids."""
+        return {"rank": self.served(self.names[0])[0] if self.names else 0, "world_size": self.grids[LANGUAGE].size}
 
     def served(self, name: str) -> range:
         """Return the language ranks that this process serves as a rank of an encoder; as a language rank, itself."""
@@ -233,8 +259,8 @@ class RoleLoader:
         self.roles = roles
         self.blanks = 0
         self._first: SavableDataLoader = next(iter(loaders.values()))
-        self._steps = 0
-        self._ends: dict[str, bool] = {}
+        self._step: dict[str, Any] = {}
+        self._restart()
 
     @property
     def spec(self) -> DatasetSpec:
@@ -251,35 +277,58 @@ class RoleLoader:
         """Which language rank delivers which lane."""
         return self._first.ownership
 
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of all language ranks that the run has delivered, as far as this process has taken part."""
+        ahead = 0 if LANGUAGE in self.loaders else max(self._left.values()) * self.roles.grids[LANGUAGE].size
+        return self._first.microbatches - ahead
+
     def __len__(self) -> int:
         """Return the steps of a finite stream, or of an epoch of the data."""
         return len(self._first)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._steps = 0
+        if self.spec.ends:
+            self._restart()
         streams = {name: iter(loader) for name, loader in self.loaders.items()}
-        while True:
-            step: dict[str, Any] = {}
-            for name, stream in streams.items():
-                if name == LANGUAGE:
-                    step[name] = next(stream, None)
-                elif self._steps % self.roles.macro == 0:
-                    step[name] = self._media(name, stream)
-            if None in step.values():
-                return
-            self._steps += 1
+        while all(self._fill(name, stream) for name, stream in streams.items()):
+            step, self._step = self._step, {}
             yield step
+        self._restart()
 
-    def _media(self, name: str, stream: Iterator[LaneMedia]) -> EncoderBatch | None:
-        lanes: list[LaneMedia] = []
-        for _ in range(self.roles.macro * len(self.roles.served(name))):
-            lane = next(stream, None)
-            if lane is None:
-                break
+    def _restart(self) -> None:
+        """Forget what was loaded of a step, since the loaders stand elsewhere."""
+        self._step = {}
+        self._lanes: dict[str, list[LaneMedia]] = {name: [] for name in self.loaders}
+        self._left = dict.fromkeys(self.loaders, 0)
+
+    def _fill(self, name: str, stream: Iterator[Any]) -> bool:
+        """Load the batch of a role for the next step, if it has one; return whether there is such a step.
+
+        What is loaded is kept until the step is complete, so that an error in between loses nothing.
+        """
+        if name in self._step:
+            return True
+        if name == LANGUAGE:
+            batch = next(stream, None)
+            if batch is not None:
+                self._step[name] = select(batch, self.roles.keys)
+            return batch is not None
+        if self._left[name]:
+            self._left[name] -= 1
+            return True
+        served = len(self.roles.served(name))
+        lanes = self._lanes[name]
+        while len(lanes) < self.roles.macro * served and (lane := next(stream, None)) is not None:
             lanes.append(lane)
-        for error in (error for lane in lanes for error in lane.blanks):
-            self._note(error)
-        return joined(lanes) if lanes else None
+            for error in lane.blanks:
+                self._note(error)
+        if not lanes:
+            return False
+        self._step[name] = joined(lanes)
+        self._left[name] = len(lanes) // served - 1
+        self._lanes[name] = []
+        return True
 
     def _note(self, error: str) -> None:
         """Count and name a blank medium; raise where the policy tolerates no failure."""
@@ -306,21 +355,42 @@ class RoleLoader:
         """
         for loader in self.loaders.values():
             loader.restore_state_rank(state, **options)
-        self._steps = 0
+        self._restart()
 
     def state_dict(self) -> Any:
-        """Return the state of the run, gathered over the language ranks; on other processes None, at once."""
-        return self.loaders[LANGUAGE].state_dict() if LANGUAGE in self.loaders else None
+        """Return the state of the run, gathered over all processes of torch.distributed, which must all call this.
+
+        Without torch.distributed, it is what `save_state_rank` returns.
+        """
+        own = self.save_state_rank()
+        if distributed() is None:
+            return own
+        rank = self.roles.grids[LANGUAGE].rank
+        found: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, (rank, own))
+        # Ranks of a replica have the same state.
+        states = {rank: state for rank, state in found if state is not None}
+        return merge([states[rank] for rank in sorted(states)])
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from a state of `state_dict`, on any role and on grids of any size."""
         self.restore_state_rank(state)
 
+    def ban(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ConfigurationError: a change while the run goes on would have to reach encoders at the same draw."""
+        raise ConfigurationError(
+            "roles: neither ban nor set_weights work while a run goes on, since encoder ranks load ahead of language "
+            "ranks. Save the state, change the data (exclude in split.yaml) or the weights, and resume with "
+            "on_mismatch='adapt'"
+        )
+
+    set_weights = ban
+
     def seek(self, step: int) -> None:
         """Go to a step of the run; all processes must call it alike."""
         for loader in self.loaders.values():
             loader.seek(step)
-        self._steps = 0
+        self._restart()
 
     def metrics(self) -> dict[str, float]:
         """Return what this process has loaded, by role, as plain numbers; `blank_media` counts over its encoders."""
@@ -336,11 +406,7 @@ class RoleLoader:
 def joined(lanes: Sequence[LaneMedia]) -> EncoderBatch:
     """Return the media of some microbatches as one batch, in their order."""
     rows = [lane.visual_inputs for lane in lanes]
-    norms = [row["pixel_norm"] for row in rows if "pixel_norm" in row]
-    rows = [{name: value for name, value in row.items() if name != "pixel_norm"} for row in rows]
     visual = join_visual(rows, [0] * len(rows), count=1) if any(rows) else {}
-    if norms:
-        visual["pixel_norm"] = norms[0]
     by_row = []
     for lane in lanes:
         counts = [0] * len(lane.input_ids)
@@ -355,4 +421,5 @@ def joined(lanes: Sequence[LaneMedia]) -> EncoderBatch:
         num_tokens=[sum(lane.num_tokens) for lane in lanes],
         num_media=[len(lane.num_tokens) for lane in lanes],
         row_tokens=by_row,
+        pixel_norm=next((lane.pixel_norm for lane in lanes if lane.pixel_norm is not None), None),
     )

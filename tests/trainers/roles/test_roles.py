@@ -250,6 +250,9 @@ def test_what_cannot_be_told_by_headers_is_refused(data: Path) -> None:
     other = MultiModalTaskEncoder(known.tokenizer, known.family.image_processor, image_tokens_per_image=4)  # type: ignore[union-attr]
     with pytest.raises(ConfigurationError, match="counts the tokens of media by their headers"):
         roles.loader(dataset_of(data, task_encoder=other))
+    known = encoder_of("qwen2_vl", ChatConfig(seq_length=600, blank_media="image"))
+    with pytest.raises(ConfigurationError, match="blank_media"):
+        roles.loader(dataset_of(data, task_encoder=Skipping(known.tokenizer, known.family, known.config)))
     with pytest.raises(ConfigurationError, match="damaged_shards"):
         roles.loader(replace_policy(dataset_of(data), ErrorPolicy(damaged_shards="skip")))
     with pytest.raises(ConfigurationError, match="do not divide"):

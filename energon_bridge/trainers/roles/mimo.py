@@ -1,0 +1,112 @@
+"""Steps of roles as the arguments of megatron-core's `MimoModel.forward`, for Megatron-Bridge and Megatron-LM's MIMO.
+
+    arguments = mimo_inputs(step, {"vision": MimoEncoder(module="images", encoder="clip_encoder")})
+    output, loss_mask = model(**arguments)
+
+Language ranks get tokens, labels and positions, encoder ranks their media, with the tokens of the same rows: the model
+counts the special ones in them to send its features to the language ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.conversations.inputs import loss_weights
+from energon_bridge.models.conversations.sequences import pad_to
+from energon_bridge.models.images.devices import normalise_on_device
+from energon_bridge.models.packing.packed_sequences import packed_seq_params
+from energon_bridge.trainers.roles.roles import LANGUAGE, EncoderBatch
+
+_PACKING = (
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MimoEncoder:
+    """Where the media of a grid go.
+
+    Args:
+        module: Name of the modality submodule, as `images`.
+        encoder: Name of the encoder in it, as `clip_encoder`.
+        arguments: Its arguments by the names that media have here, such as `{"pixel_values": "x", "image_grid_thw":
+            "grid_thw"}`; media that are not in it are left out. None: all, by their own names.
+    """
+
+    module: str
+    encoder: str
+    arguments: Mapping[str, str] | None = field(default=None)
+
+
+def mimo_inputs(step: Mapping[str, Any], encoders: Mapping[str, MimoEncoder]) -> dict[str, Any]:
+    """Return the arguments of `MimoModel.forward` for a step of this process.
+
+    On a language rank they are its microbatch; on a rank of an encoder, the media of the microbatches that it serves,
+    and their tokens, rows after rows. A process with both, which has the modules side by side, gets both.
+
+    Args:
+        step: From a loader of `make_roles`.
+        encoders: Where the media of each grid go, by its name.
+
+    Raises:
+        ConfigurationError: The step has media of a grid that `encoders` does not name.
+    """
+    if missing := sorted(step.keys() - encoders.keys() - {LANGUAGE}):
+        raise ConfigurationError(f"mimo_inputs: say in encoders where the media of {', '.join(missing)} go")
+    inputs: dict[str, Any] = dict.fromkeys(
+        ("input_ids", "position_ids", "attention_mask", "loss_mask", "labels", "packing_kwargs")
+    )
+    inputs["modality_inputs"] = {}
+    for name, batch in step.items():
+        if name == LANGUAGE:
+            inputs |= _language(batch)
+            continue
+        where = encoders[name]
+        if inputs["input_ids"] is None:
+            inputs["input_ids"] = _tokens(batch)
+        if batch.visual_inputs:
+            inputs["modality_inputs"][where.module] = {where.encoder: _media(batch, where)}
+    return inputs
+
+
+def _language(batch: Any) -> dict[str, Any]:
+    if isinstance(batch, Mapping):  # of BridgeTaskEncoder
+        packing = {name: batch[name] for name in _PACKING} if batch.get("cu_seqlens_q") is not None else None
+        mrope = batch.get("mrope_position_ids")
+        kept = {name: batch[name] for name in ("input_ids", "labels", "loss_mask")}
+        return kept | {"position_ids": batch["position_ids"] if mrope is None else mrope, "packing_kwargs": packing}
+    packing = None
+    if batch.cu_seqlens is not None:
+        params = packed_seq_params(batch)
+        packing = {name: getattr(params, name) for name in _PACKING}
+    plain = batch.mrope_position_ids is None
+    return {
+        "input_ids": batch.tokens,
+        "position_ids": batch.position_ids if plain else batch.mrope_position_ids,
+        "labels": batch.labels,
+        "loss_mask": None if batch.loss_mask is None else loss_weights(batch),
+        "packing_kwargs": packing,
+    }
+
+
+def _tokens(batch: EncoderBatch) -> torch.Tensor:
+    """Return the tokens of all rows, (rows, S), padded with -1, which stands for no medium."""
+    longest = max(tokens.shape[1] for tokens in batch.input_ids)
+    return torch.cat([pad_to(tokens, longest, -1) for tokens in batch.input_ids])
+
+
+def _media(batch: EncoderBatch, where: MimoEncoder) -> dict[str, Any]:
+    media = normalise_on_device(batch).visual_inputs
+    if where.arguments is None:
+        return dict(media)
+    return {ours: media[name] for name, ours in where.arguments.items() if name in media}

@@ -1,0 +1,169 @@
+"""Roles in the data module, over process groups, and as the arguments of megatron-core's MIMO model."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grids import pictures_dataset, plain
+from made import made_once
+
+pytest.importorskip("transformers")
+
+from engine import digest
+from families import encoder_of
+from forked import on_gloo
+from grids import without_media
+
+from energon_bridge import EnergonMultiModalDataModule, StageKeys, WorkerConfig, get_train_dataset
+from energon_bridge.core.encoder.cooking import Cooker
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.models.conversations.cooker import cook_conversation
+from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.trainers.roles import Roles, make_roles
+from energon_bridge.trainers.roles.mimo import MimoEncoder, mimo_inputs
+
+data = made_once(pictures_dataset)
+WHERE = {"vision": MimoEncoder(module="images", encoder="vit", arguments={"pixel_values": "hidden_states"})}
+
+
+class Chats(ChatTemplateTaskEncoder):
+    cookers = (Cooker(cook_conversation),)
+
+
+def task_encoder() -> Chats:
+    known = encoder_of("qwen2_vl", max_pixels=120 * 120)
+    return Chats(known.tokenizer, known.family, ChatConfig(seq_length=2000))
+
+
+def module(data: Path, roles: Roles | None, **options: Any) -> EnergonMultiModalDataModule:
+    given = {"num_workers": 0, "num_lanes": 24, "pin_memory": False} | options
+    return EnergonMultiModalDataModule(
+        str(data), None, task_encoder=task_encoder(), micro_batch_size=2, global_batch_size=8, roles=roles, **given
+    )
+
+
+def expected(data: Path, steps: int) -> list[list[Any]]:
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=24)
+    dataset = get_train_dataset(data, batch_size=2, task_encoder=task_encoder(), worker_config=config)
+    return plain(dataset, 2, steps)
+
+
+def run(data: Path, rank: int, state: Any, language: int, vision: int) -> tuple[Any, Any, int]:
+    """Return what a rank of two grids side by side gets in two steps, and the state of the run."""
+    import torch.distributed as dist
+
+    groups = {"language": dist.new_group(range(language)), "vision": dist.new_group(range(language, language + vision))}
+    own = "language" if rank < language else "vision"
+    roles = make_roles(grids={name: group if name == own else None for name, group in groups.items()})
+    train = module(data, roles)
+    if state is not None:
+        train.load_state_dict(state)
+    got = [next(train.train_dataloader())[own] for _ in range(2)]
+    found = [digest(batch) if own == "language" else batch.__key__ for batch in got]
+    saved = train.state_dict()
+    consumed = train.consumed_samples
+    train.close()
+    return found, saved, consumed
+
+
+def test_groups_say_who_loads_what_and_every_process_has_the_state(data: Path) -> None:
+    """Two language ranks and one encoder; then one and two, from the state that an encoder rank has saved."""
+    whole = expected(data, 4)
+    first = on_gloo(3, lambda rank: run(data, rank, None, 2, 1))
+    assert [found for found, _, _ in first[:2]] == [[digest(without_media(b)) for b in lane[:2]] for lane in whole]
+    assert first[2][0] == [whole[0][step].__key__ + whole[1][step].__key__ for step in range(2)]
+    assert [saved for _, saved, _ in first] == [first[0][1]] * 3
+    assert [consumed for *_, consumed in first] == [8] * 3
+    again = on_gloo(3, lambda rank: run(data, rank, first[2][1], 1, 2))
+    later = [whole[0][2], whole[1][2]]
+    assert again[0][0] == [digest(without_media(batch)) for batch in later]
+    assert [found for found, _, _ in again[1:]] == [[batch.__key__ for batch in later]] * 2
+
+
+def test_a_process_with_both_roles_gets_both_at_once(data: Path) -> None:
+    whole = expected(data, 3)
+    train = module(data, make_roles(grids={"language": (1, 2), "vision": (1, 2)}))
+    loader = train.train_dataloader()
+    for step in range(3):
+        batch = next(loader)
+        lane = whole[1][step]
+        assert digest(batch["language"]) == digest(without_media(lane))
+        inputs = mimo_inputs(batch, WHERE)
+        assert torch.equal(inputs["input_ids"], lane.tokens)
+        assert torch.equal(inputs["labels"], lane.labels)
+        if lane.pixel_values is not None:
+            assert torch.equal(inputs["modality_inputs"]["images"]["vit"]["hidden_states"], lane.pixel_values)
+    state = train.state_dict()
+    other = module(data, make_roles(grids={"language": (1, 2), "vision": (1, 2)}))
+    other.load_state_dict(state)
+    one, two = next(loader), next(other.train_dataloader())
+    assert digest(one["language"]) == digest(two["language"])
+    assert one["vision"].__key__ == two["vision"].__key__
+    with pytest.raises(ConfigurationError, match="neither ban nor set_weights"):
+        loader.ban(["00000"])
+    for each in (train, other):
+        each.close()
+
+
+def test_several_steps_of_media_outlive_an_error(data: Path) -> None:
+    """What was loaded of a step when an error came, and iterators that begin again, change nothing."""
+    train = module(data, make_roles(grids={"language": (0, 2), "vision": (0, 1)}, macro=3))
+    loader = train.train_dataloader().loader
+    whole = list(islice(loader, 7))
+    train.close()
+    again = module(data, make_roles(grids={"language": (0, 2), "vision": (0, 1)}, macro=3))
+    loader = again.train_dataloader().loader
+    inner = loader.loaders["vision"]
+    taken = inner._delivery.next
+    calls = iter(range(100))
+
+    def fails_once() -> Any:
+        if next(calls) == 8:  # in the middle of the second three steps
+            raise KeyboardInterrupt
+        return taken()
+
+    inner._delivery.next = fails_once
+    found: list[Any] = []
+    while len(found) < 7:
+        try:
+            for step in loader:
+                found.append(step)
+                if len(found) in (2, 7):
+                    break
+        except KeyboardInterrupt:
+            assert len(found) == 3
+    again.close()
+    for before, after in zip(whole, found, strict=True):
+        assert before.keys() == after.keys()
+        assert digest(before["language"]) == digest(after["language"])
+        assert "vision" not in before or before["vision"].__key__ == after["vision"].__key__
+    assert ["vision" in step for step in found] == [True, False, False, True, False, False, True]
+
+
+def test_pipeline_stages_get_their_fields(data: Path) -> None:
+    keys = StageKeys(first=["tokens"], last=["labels"])
+    roles = make_roles(grids={"language": (0, 2), "vision": (None, 1)}, stage_keys=keys)
+    train = module(data, roles)
+    batch = next(train.train_dataloader())["language"]
+    train.close()
+    assert (batch.tokens is None, batch.labels is None, batch.position_ids is None) == (False, False, True)
+    with pytest.raises(ConfigurationError, match="every rank loads what its role needs"):
+        module(data, roles, balance="global_batch")
+
+
+def test_bytes_of_pixels_become_floats_on_the_device(data: Path) -> None:
+    train = module(data, make_roles(grids={"language": (0, 1), "vision": (0, 1)}))
+    known = encoder_of("qwen2_vl", ChatConfig(seq_length=2000, pixels_dtype="uint8"), max_pixels=120 * 120)
+    train.task_encoder = Chats(known.tokenizer, known.family, ChatConfig(seq_length=2000, pixels_dtype="uint8"))
+    step = next(step for step in train.train_dataloader() if step["vision"].visual_inputs)
+    pixels = step["vision"].visual_inputs["pixel_values"]
+    floats = train.transfer_batch_to_device(step, "cpu", 0)["vision"].visual_inputs["pixel_values"]
+    train.close()
+    assert (pixels.dtype, floats.dtype) == (torch.uint8, torch.float32)
+    steps = (batch for batches in zip(*expected(data, 6), strict=True) for batch in batches)
+    real = next(batch for batch in steps if batch.__key__ == step["language"].__key__)
+    assert torch.allclose(floats, real.pixel_values, atol=1e-5)
