@@ -78,8 +78,12 @@ def delivered(
     state: Any = None,
     workers: int = 0,
     macro: int = 1,
+    lost: int = 0,
 ) -> tuple[dict[str, list[list[Any]]], list[Any]]:
-    """Return what the ranks of each grid get in some steps, by name, rank and step; and the states at the end."""
+    """Return what the ranks of each grid get in some steps, by name, rank and step; and the states at the end.
+
+    After that, they go on for up to `lost` steps, each for a number of its own, and are ended.
+    """
     found: dict[str, list[list[Any]]] = {name: [] for name in sizes}
     states = []
     for name, size in sizes.items():
@@ -89,6 +93,8 @@ def delivered(
                 loader.restore_state_rank(state)
             found[name].append([step[name] for step in islice(loader, steps) if name in step])
             states += [loader.save_state_rank()] if name == "language" else []
+            for _ in islice(loader, (rank * 7 + len(name)) % (lost + 1)):
+                pass
             loader.close()
     return found, states
 
@@ -122,9 +128,17 @@ def media_of(batches: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(
-    sizes: Mapping[str, int], steps: int, whole: list[list[Any]], found: dict[str, list[list[Any]]]
+    sizes: Mapping[str, int],
+    steps: int,
+    whole: list[list[Any]],
+    found: dict[str, list[list[Any]]],
+    *,
+    macro: int = 1,
 ) -> None:
-    """Assert that a run with roles has the tokens and media of one on a single grid, each medium once."""
+    """Assert that a run with roles has the tokens and media of one on a single grid, each medium once.
+
+    With `macro`, there are no more ranks of encoders than of the language model.
+    """
     language = sizes["language"]
     for rank in range(language):
         for step in range(steps):
@@ -135,9 +149,10 @@ def assert_same_run(
         parts = max(1, sizes[name] // language)
         served = max(1, language // sizes[name])
         for group in range(sizes[name] // parts):
-            for step in range(steps):
-                pieces: list[EncoderBatch] = [found[name][group * parts + part][step] for part in range(parts)]
-                lanes = [whole[group * served + lane][step] for lane in range(served)]
+            for number, step in enumerate(range(0, steps, macro)):
+                pieces: list[EncoderBatch] = [found[name][group * parts + part][number] for part in range(parts)]
+                at_once = range(step, step + macro)
+                lanes = [whole[group * served + lane][one] for one in at_once for lane in range(served)]
                 expected = media_of(lanes)
                 made = [piece.visual_inputs for piece in pieces if piece.visual_inputs]
                 got = join_visual(made, [0] * len(made), count=1) if made else {}
