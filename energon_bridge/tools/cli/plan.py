@@ -38,6 +38,7 @@ from energon_bridge.tools.cli.run_options import open_mix, run_options
 
 if TYPE_CHECKING:
     from energon_bridge.tools.forecast.epochs import Forecast
+    from energon_bridge.tools.forecast.grids import GridForecast
     from energon_bridge.tools.forecast.planned_run import Run
 
 _POOR = 0.8
@@ -62,6 +63,7 @@ _POOR = 0.8
     "--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Time of a step: says what the run needs."
 )
 @click.option("--batch-bytes", type=click.IntRange(min=1), help="Bytes of a microbatch, instead of --bench.")
+@click.option("--grids", metavar="NAME=RANKS,...", help="Encoders on ranks of their own, as language=4,vision=2.")
 @run_options
 def command(
     mix: str,
@@ -71,6 +73,7 @@ def command(
     cpu_per_sample: float | None,
     step_seconds: float | None,
     batch_bytes: int | None,
+    grids: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -84,6 +87,9 @@ def command(
 
     With --step-seconds it says what the run needs of each rank and in all: of a store, requests and bytes; with the
     file of `energon bench --json`, workers, cores, memory and, with --engine ray, what goes over the network.
+
+    With --grids it says what a rank of each grid reads and decodes in a step, by the headers of some samples; its ranks
+    of `language` are the world size.
 
     Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
@@ -102,9 +108,16 @@ def command(
     from energon_bridge.tools.forecast.epochs import forecast
     from energon_bridge.tools.forecast.planned_run import run_of_mix
 
+    sizes: dict[str, int] = {}
+    if grids is not None:
+        from energon_bridge.tools.forecast.grids import grid_forecast, sizes_of
+
+        sizes = sizes_of(grids)
+        options["world_size"] = sizes.get("language", options["world_size"])
     with names_only():
         run = run_of_mix(open_mix(mix, options))
     result = forecast(run, steps)
+    of_grids = grid_forecast(run, result, sizes) if sizes else []
     given = click.get_current_context().get_parameter_source("num_workers") is not click.core.ParameterSource.DEFAULT
     needs: dict[str, float] = {}
     if step_seconds is not None and steps:
@@ -115,7 +128,8 @@ def command(
             needs |= _sizes(result, rates, step_seconds, options["num_workers"] if given else None)
         needs |= _of_store(run, result, per_batch, step_seconds)
     if as_json:
-        print_json(asdict(result) | ({"needs": needs} if needs else {}))
+        more = {"grids": [asdict(grid) for grid in of_grids]} if of_grids else {}
+        print_json(asdict(result) | ({"needs": needs} if needs else {}) | more)
         return
     for line in describe(run.spec.mix):
         click.echo(line)
@@ -124,6 +138,8 @@ def command(
     if needs:
         ranks = result.world_size
         print_table(("what it needs", "each rank", "in all"), list(_needs(needs, ranks, engine)), left=1)
+    if of_grids:
+        _print_grids(of_grids)
     _print_leaves(result)
     if result.schedule:
         _print_schedule(result)
@@ -199,6 +215,24 @@ def _of_store(run: Run, forecast: Forecast, samples_per_batch: float, step_secon
         each = samples / forecast.steps
         needs |= {f"{name}_of_step": each, f"{name}_of_day": each * steps_a_day, f"{name}_of_run": samples + indexes}
     return needs
+
+
+def _print_grids(grids: list[GridForecast]) -> None:
+    print_table(
+        ("a rank of", "ranks", "language ranks it serves", "samples a step", "media it decodes", "reads, about"),
+        [
+            (
+                grid.name,
+                number(grid.ranks),
+                "-" if grid.name == "language" else f"{grid.serves:g}",
+                f"{grid.samples:,.1f}",
+                f"{grid.media:,.1f}",
+                format_bytes(round(grid.reads)),
+            )
+            for grid in grids
+        ],
+        left=1,
+    )
 
 
 def _print_leaves(forecast: Forecast) -> None:
