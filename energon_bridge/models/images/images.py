@@ -528,7 +528,11 @@ class DeferredImage(Deferred):
         for head in _HEADS:
             with suppress(DecodeError):  # as a rule: more of it says more
                 if head < self.data.size and not self.form.autorotate:
-                    return image_size(self.data.read(head), self.form, part=self.part)
+                    data = self.data.read(head)
+                    size = _webp_size(data) if self.form.backend == "auto" else None
+                    if size is not None and size[0] * size[1] <= _most_pixels(self.form):
+                        return size
+                    return image_size(data, self.form, part=self.part)
         return image_size(self.data.read(), self.form, part=self.part)
 
     def get(self) -> Any:
@@ -555,3 +559,21 @@ class DeferredImage(Deferred):
 
 _HEADS = (1 << 10, 1 << 13, 1 << 16)
 """Bytes at the beginning of an image that are read for its size, one after the other until they tell it."""
+
+
+def _webp_size(head: bytes) -> tuple[int, int] | None:
+    """Return width and height of a WebP, whose beginning Pillow does not open. Source: RFC 9649, 2.5 to 2.7, and VP8's.
+
+    None: it is no WebP, or has another first chunk.
+    """
+    if len(head) < 30 or head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+        return None
+    if head[12:16] == b"VP8X":  # the canvas
+        return 1 + int.from_bytes(head[24:27], "little"), 1 + int.from_bytes(head[27:30], "little")
+    if head[12:16] == b"VP8L" and head[20] == 0x2F:
+        bits = int.from_bytes(head[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if head[12:16] == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
+        width, height = (int.from_bytes(head[place : place + 2], "little") & 0x3FFF for place in (26, 28))
+        return width, height
+    return None

@@ -10,20 +10,32 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import talks
 import torch
 from grids import NUM_LANES, assert_same_run, delivered, pictures_dataset, plain, reads_counted, role_loader
 from made import made_once
+from pictures import noise
+from PIL import Image
 from workers import worker_pids
 
 pytest.importorskip("transformers")
 
 from families import encoder_of
 
-from energon_bridge import Cooker, ErrorPolicy, SkipSample, WorkerConfig, get_train_dataset, get_val_dataset
+from energon_bridge import (
+    Cooker,
+    ErrorPolicy,
+    SampleDecoder,
+    SkipSample,
+    WorkerConfig,
+    get_train_dataset,
+    get_val_dataset,
+)
 from energon_bridge.core.errors import ConfigurationError, DecodeError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.storage import ByteRange, LocalStore
 from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
@@ -192,6 +204,42 @@ def test_each_picture_is_read_and_decoded_once(tmp_path: Path, monkeypatch: pyte
         assert pictures == media
         assert by_encoders < 1.05 * today[0]
         assert len(decoded) == media
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "jpg": {"format": "JPEG"},
+    "png": {"format": "PNG"},
+    "gif": {"format": "GIF"},
+    "bmp": {"format": "BMP"},
+    "webp": {"format": "WEBP"},
+    "lossless.webp": {"format": "WEBP", "lossless": True},
+    "canvas.webp": {"format": "WEBP", "exif": b"Exif" + bytes(2000)},
+    "large exif.jpg": {"format": "JPEG", "exif": b"Exif\x00\x00" + bytes(30_000)},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_size_of_an_image_is_read_from_its_beginning(tmp_path: Path, name: str) -> None:
+    image = noise(817 if "large" in name else 317, 603, 1)
+    image.save(tmp_path / name, **FORMS[name])
+    size = (tmp_path / name).stat().st_size
+    read: list[int] = []
+
+    class Counting(LocalStore):
+        def read_range(self, rel: str, offset: int, length: int) -> bytes:
+            read.append(length)
+            return super().read_range(rel, offset, length)
+
+    place = ByteRange(store=Counting(tmp_path), rel=name, offset=0, size=size)
+    decoder = SampleDecoder(image_decode="pilrgb", defer_images=True, unread_media=True)
+    deferred = decoder.decode(name, place)
+    assert deferred.size == image.size
+    assert sum(read) < (size if "large" in name else 1 + (1 << 10))
+    with Image.open(tmp_path / name) as opened:
+        assert np.array_equal(np.array(deferred.get()), np.array(opened.convert("RGB")))
+    most = SampleDecoder(image_decode="pilrgb", defer_images=True, unread_media=True, max_pixels=1000)
+    with pytest.raises(DecodeError, match=str(image.width)):
+        _ = most.decode(name, place).size
 
 
 # What goes wrong -----------------------------------------------------------------------------------------------------
