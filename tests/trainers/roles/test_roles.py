@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import random
 import signal
 from functools import cache
 from itertools import islice
@@ -14,7 +16,16 @@ import numpy as np
 import pytest
 import talks
 import torch
-from grids import NUM_LANES, assert_same_run, delivered, pictures_dataset, plain, reads_counted, role_loader
+from grids import (
+    NUM_LANES,
+    assert_same_run,
+    delivered,
+    media_of,
+    pictures_dataset,
+    plain,
+    reads_counted,
+    role_loader,
+)
 from made import made_once
 from pictures import noise
 from PIL import Image
@@ -23,6 +34,7 @@ from workers import worker_pids
 pytest.importorskip("transformers")
 
 from families import encoder_of
+from processors import template_of, tiny_processor
 
 from energon_bridge import (
     Cooker,
@@ -35,11 +47,15 @@ from energon_bridge import (
 )
 from energon_bridge.core.errors import ConfigurationError, DecodeError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.storage import ByteRange, LocalStore
 from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
+from energon_bridge.models.conversations.sequences import join_visual
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.models.images.images import DeferredImage
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.testing import write_shard
 from energon_bridge.trainers.roles import make_roles
 from energon_bridge.trainers.roles.encoding import cut
 
@@ -57,6 +73,10 @@ class Skipping(ChatTemplateTaskEncoder):
         if torch.rand(()) < 0.1:
             raise SkipSample
         return super().preencode_sample(sample)
+
+
+class Plain(ChatTemplateTaskEncoder):
+    cookers = (Cooker(cook_conversation),)
 
 
 def task_encoder(kind: type = Skipping, seq_length: int = 600) -> ChatTemplateTaskEncoder:
@@ -111,6 +131,55 @@ def test_videos_sounds_and_any_processor(talks_folder: Path, media: str) -> None
     for sizes in ({"language": 4, name: 2}, {"language": 2, name: 4}):
         found, _ = delivered(dataset, sizes, 3)
         assert_same_run(sizes, 3, plain(dataset, sizes["language"], 3), found)
+
+
+@pytest.fixture(scope="session")
+def seen_and_heard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations with a picture, a sound, both or none."""
+    folder = tmp_path_factory.mktemp("both")
+    rng = random.Random(3)
+    samples = {}
+    for number in range(12):
+        kinds = [["image"], ["audio"], ["image", "audio"], []][number % 4]
+        media = {f"{kind}.{ {'image': 'png', 'audio': 'wav'}[kind] }": talks._medium(rng, kind, []) for kind in kinds}
+        asked = {"role": "user", "content": "".join(f"<{kind}>" for kind in kinds) + "what?"}
+        turns = [asked, {"role": "assistant", "content": "a tone " * (1 + number)}]
+        samples[f"{number:03d}"] = media | {"json": json.dumps({"messages": turns}).encode()}
+    (folder / "train").mkdir()
+    write_shard(folder / "train" / "0.tar", samples)
+    yaml = render_dataset_yaml("CrudeWebdataset", None)
+    prepare_dataset(folder, split=parse_patterns(["train:train/.*"]), dataset_yaml=yaml)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_encoders_get_their_kinds_of_media(seen_and_heard: Path) -> None:
+    try:
+        processor = tiny_processor("Gemma3nProcessor")
+    except ImportError as error:
+        pytest.skip(str(error))
+    config = ChatConfig(chat_template=template_of(processor), seq_length=4000)
+    family = ChatTemplateTaskEncoder.for_processor(processor, config).family
+    assert family is not None
+    dataset = dataset_of(seen_and_heard, task_encoder=Plain(processor.tokenizer, family, config))
+    sizes = {"language": 2, "vision": 1, "audio": 2}
+    found, _ = delivered(dataset, sizes, 3)
+    whole = plain(dataset, 2, 3)
+    lanes = [[media_of([batch]) for batch in rank] for rank in whole]
+    for name, own in (("vision", {"pixel_values"}), ("audio", {"input_features", "input_features_mask"})):
+        wanted = [{key: one for key, one in batch.items() if key in own} for rank in lanes for batch in rank]
+        served = 2 // sizes[name]
+        for rank, steps in enumerate(found[name]):
+            for step, got in enumerate(steps):
+                of_lanes = [wanted[(rank * served + lane) * 3 + step] for lane in range(served)]
+                joined = join_visual(of_lanes, [0] * served, count=1) if any(of_lanes) else {}
+                assert got.visual_inputs.keys() == joined.keys()
+                assert all(torch.equal(got.visual_inputs[key], joined[key]) for key in joined)
+    assert {key for rank in lanes for batch in rank for key in batch} == {
+        *("pixel_values", "input_features", "input_features_mask")
+    }
+    one_grid = {"language": 2, "media": 1}
+    assert_same_run(one_grid, 3, whole, delivered(dataset, one_grid, 3)[0])
 
 
 @pytest.mark.parametrize("kind", ["rows", "packs"])
