@@ -1,14 +1,17 @@
 """Modules of another project's checkout, imported without all that the packages around them import.
 
-`scripts/bridge-encoders`, `scripts/nemo-tests` and `scripts/public-encoders` run files of other projects unchanged, in
-an environment that has a few of their dependencies. A `Checkout` on `sys.meta_path` finds the files; packages are empty
-but for their folder, and modules that only lend a name to an annotation or a base class are made up.
+`scripts/bridge-encoders`, `scripts/nemo-tests`, `scripts/programs` and `scripts/public-encoders` run files of other
+projects unchanged, in an environment that has a few of their dependencies. A `Checkout` on `sys.meta_path` finds the
+files; packages are empty but for their folder, and modules that only lend a name to an annotation or a base class are
+made up.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import os
+import sys
 import types
 from collections.abc import Collection
 from importlib.machinery import ModuleSpec
@@ -56,10 +59,35 @@ def _named(name: str) -> Any:
     return type(name, (), {"__class_getitem__": classmethod(lambda kind, _: kind)})
 
 
+def stand_in(name: str, **contents: Any) -> None:
+    """Put a module with these contents where an import finds it."""
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__dict__.update(contents)
+
+
+def one_rank() -> None:
+    """Make megatron-core say that this is the only rank."""
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    for name, value in (("rank", 0), ("world_size", 1), ("group", None)):
+        setattr(parallel_state, f"get_data_parallel_{name}", lambda *_, value=value, **__: value)
+    for kind in ("tensor_model", "pipeline_model", "context"):
+        setattr(parallel_state, f"get_{kind}_parallel_rank", lambda *_, **__: 0)
+        setattr(parallel_state, f"get_{kind}_parallel_world_size", lambda *_, **__: 1)
+    num_microbatches_calculator.get_num_microbatches = lambda: 1
+
+
+def checkpoint_name(folder: str, iteration: int, basename: str, **_: Any) -> str:
+    """Return where a trainer saves the state of the data."""
+    return os.path.join(folder, f"iter_{iteration:07d}", basename)
+
+
 def digest(tensor: Any) -> str:
     """Return what only an equal tensor has, type and shape included."""
-    tensor = tensor.contiguous()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha1(tensor.numpy().tobytes()).hexdigest()}"
+    import torch
+
+    read = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha1(read).hexdigest()}"
 
 
 PAD = "<|endoftext|>"
