@@ -172,14 +172,18 @@ class LineEntries:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        begin = b""
+        size = 0
+        ends = []
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            text = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
-            ends = [np.flatnonzero(text[at : at + (1 << 24)] == 10) + at + 1 for at in range(0, size, 1 << 24)]
-            borders = np.concatenate([np.zeros(1, np.int64), *ends])
-            if borders[-1] != size:
-                borders = np.append(borders, size)
-        if remedy := utf16_remedy(bytes(text[:2]), str(path)):
+            while block := file.read(1 << 24):  # not mapped: whoever cuts off a mapped file ends this process
+                begin = begin or block[:2]
+                ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + size + 1)
+                size += len(block)
+        borders = np.concatenate([np.zeros(1, np.int64), *ends])
+        if borders[-1] != size:
+            borders = np.append(borders, size)
+        if remedy := utf16_remedy(begin, str(path)):
             raise SourceError(f"{path}: {remedy}")
         filled = np.flatnonzero(np.diff(borders) > 2)  # `{}` and a line end: anything shorter is not an entry
         self._starts = borders[:-1][filled]

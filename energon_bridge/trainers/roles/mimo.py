@@ -75,7 +75,7 @@ def mimo_inputs(step: Mapping[str, Any], encoders: Mapping[str, MimoEncoder]) ->
         if inputs["input_ids"] is None:
             inputs["input_ids"] = _tokens(batch)
         if batch.visual_inputs:
-            inputs["modality_inputs"][where.module] = {where.encoder: _media(batch, where)}
+            inputs["modality_inputs"].setdefault(where.module, {})[where.encoder] = _media(batch, where)
     return inputs
 
 

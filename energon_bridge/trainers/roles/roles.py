@@ -36,7 +36,7 @@ from energon_bridge.core.worker_config import WorkerConfig, distributed
 from energon_bridge.models.conversations.sequences import join_visual
 from energon_bridge.trainers.replica import StageKeys
 from energon_bridge.trainers.replica.groups import gathered, parallel_place
-from energon_bridge.trainers.replica.structure import select
+from energon_bridge.trainers.replica.structure import check_keys, select
 from energon_bridge.trainers.roles.encoding import KINDS, LaneMedia, LanguageTaskEncoder, MediaTaskEncoder
 
 logger = logging.getLogger(__name__)
@@ -312,6 +312,7 @@ class RoleLoader:
         if name == LANGUAGE:
             batch = next(stream, None)
             if batch is not None:
+                check_keys(batch, self.roles.keys)
                 self._step[name] = select(batch, self.roles.keys)
             return batch is not None
         if self._left[name]:
