@@ -169,7 +169,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
             content = read_sample(sample, self._encoders, self.config, control_tokens=self._control_tokens)
             rendered = render(content, self.config, self.tokenizer, self._day, self._renderers)
             self._check_placeholders(rendered.pieces, len(content.images))
-            sequence = Sequencer(longest=self._longest)
+            sequence = Sequencer(longest=self.seq_length if self._room is None else self._longest)
             visual = self._fill(sequence, rendered, content.images)
             finished = sequence.finish(self.config.ignore_place_holder)
             if finished is None:
