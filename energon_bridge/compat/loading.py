@@ -163,6 +163,7 @@ class WorkerConfig(worker_config.WorkerConfig):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What samples say of their sources.
 
 
 def _named_by_epath(source: SourceInfo) -> SourceInfo:

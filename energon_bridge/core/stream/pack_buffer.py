@@ -36,8 +36,7 @@ from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, Lan
 # ---------------------------------------------------------------------------------------------------------------------
 # Which samples of a lane wait to be packed, and in which packs, as integers.
 #
-# `Packing` keeps what the samples contain beside it, `PlannedLane` needs no more than this. Both draw and select by the
-# same rules, so they reach the same states.
+# `Packing` keeps what the samples contain beside it.
 #
 # Lanes begin with buffers of different sizes, from S/2 to S, so that they do not all select in the same step. A smaller
 # buffer grows with each selection by half of what that selection delivered, up to S. So between two selections a lane

@@ -1,6 +1,6 @@
 """Blank media: what a microbatch gets of each kind of media that it lacks, so that every rank runs the whole model.
 
-Under FSDP, ZeRO and DDP all ranks must use the same parts of a model, or they wait for each other for ever. A blank
+Under FSDP, ZeRO and DDP all ranks must use the same parts of a model, or they wait for each other forever. A blank
 picture stands in columns of its own behind all rows, in the padding: no token sees it, it sees no label, and the loss
 and its gradients are those without it. The vision tower runs and gets a gradient of zeros.
 

@@ -98,8 +98,8 @@ def _check_withheld(sample: Mapping[str, Any], content: Mapping[str, Any]) -> No
     if any(source.shard_name.endswith((".parquet", ".arrow")) for source in sources):
         return
     fault = fault_of_verdict(content, find_pair(content) or ())
-    if fault is None and len(sources) == 1 and held_out_by(content) is not None:
-        fault = fault_of_split(content, _first_says(sources[0].dataset_path, sources[0].shard_name))
+    if fault is None and len(sources) == 1 and (said := held_out_by(content)) is not None:
+        fault = fault_of_split(said, _first_says(sources[0].dataset_path, sources[0].shard_name))
     if fault is not None:
         raise SampleError(fault)
 

@@ -277,19 +277,8 @@ _CORNERS = (
 )
 _PLACES = frozenset(
     (
-        "idx",
-        "index",
-        "indice",
-        "id",
-        "number",
-        "no",
-        "selector",
-        "video",
-        "audio",
-        "image",
-        "key",
-        "sampled",
-        "selected",
+        *("idx", "index", "indice", "id", "number", "no", "selector"),
+        *("video", "audio", "image", "key", "sampled", "selected"),
     )
 )
 _SIDES = ("left", "right", "a", "b")

@@ -80,10 +80,12 @@ def first_held_out(entries: Iterable[Mapping[str, Any]]) -> bool | None:
     return all(said) if said else None
 
 
-def fault_of_split(entry: Mapping[str, Any], held_out: bool | None) -> str | None:
-    """Return the complaint about an entry that says that it is held out among others that are not, or the reverse."""
-    said = None if held_out is None else held_out_by(entry)
-    if said is None or said[2] is held_out:
+def fault_of_split(said: tuple[str, Any, bool] | None, held_out: bool | None) -> str | None:
+    """Return the complaint about an entry that is held out among others that are not, or the reverse.
+
+    `said` is what `held_out_by` found in it, `held_out` what the first entries of its file say.
+    """
+    if said is None or held_out is None or said[2] is held_out:
         return None
     others = "held out" if held_out else "to be learned"
     return (

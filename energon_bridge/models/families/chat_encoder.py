@@ -342,19 +342,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             positions = family.positions(sample.tokens, sample.mm_token_type_ids, visual) if sample.plans else None
         else:
             positions = positions_of(sample, family)
-        return MultiModalSample.derive_from(
-            sample,
-            tokens=sample.tokens,
-            labels=sample.labels,
-            loss_mask=sample.loss_mask,
-            visual=visual,
-            answer=sample.answer,
-            num_images=len(images),
-            mm_token_type_ids=sample.mm_token_type_ids
-            if positions is not None or isinstance(family, ProcessorFamily)
-            else None,
-            mrope_position_ids=positions,
-        )
+        return sample.finished(visual, positions, of_processor=isinstance(family, ProcessorFamily))
 
     @property
     def image_token_ids(self) -> frozenset[int]:

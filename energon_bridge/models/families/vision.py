@@ -16,7 +16,7 @@ from torch import Tensor
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.samples import Sample, edataclass
 from energon_bridge.models.conversations.conversation import Kind
-from energon_bridge.models.conversations.sequences import Grid, mrope_positions
+from energon_bridge.models.conversations.sequences import Grid, MultiModalSample, mrope_positions
 
 TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE, AUDIO_TYPE = 0, 1, 2, 3
 """Values of `mm_token_type_ids`."""
@@ -164,6 +164,26 @@ class PreparedSample(Sample):
     def visual_tokens(self) -> int:
         """Number of image, video and sound tokens."""
         return sum(plan.tokens for plan in self.plans)
+
+    def finished(self, visual: dict[str, Tensor], positions: Tensor | None, *, of_processor: bool) -> MultiModalSample:
+        """Return the sample with what its media became, or as much of it as a rank needs.
+
+        Args:
+            visual: The tensors of its media.
+            positions: Its positions on three axes, if the model takes them.
+            of_processor: Its family calls a whole processor, whose models take the types of tokens in any case.
+        """
+        return MultiModalSample.derive_from(
+            self,
+            tokens=self.tokens,
+            labels=self.labels,
+            loss_mask=self.loss_mask,
+            visual=visual,
+            answer=self.answer,
+            num_images=len(self.images),
+            mm_token_type_ids=self.mm_token_type_ids if positions is not None or of_processor else None,
+            mrope_position_ids=positions,
+        )
 
 
 def positions_of(sample: PreparedSample, family: Family | None) -> Tensor | None:

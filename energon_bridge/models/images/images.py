@@ -385,7 +385,7 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
         if form.target is not None and image.format == "JPEG" and can_scale(data):
             height, width = form.target[::-1] if orientation in ON_ITS_SIDE else form.target
             opened.draft(None, (width, height))
-        if image.format in _SEVERAL and _is_news("several", part) and _has_several(data):
+        if _is_news("several", part) and _has_several(image, data):
             _say("several", part)
         image.load()  # only now does an ICNS image know whether it has alpha
         if orientation != 1:
@@ -470,12 +470,13 @@ def _say(what: str, part: str) -> None:
         logger.warning("images in part %r %s", part, _NEWS[what])
 
 
-_SEVERAL = ("TIFF", "GIF", "WEBP", "PNG")
-
-
-def _has_several(data: bytes | bytearray | memoryview) -> bool:
-    with suppress(Exception), Image.open(io.BytesIO(data), formats=_SEVERAL) as image:  # damaged behind the first
+def _has_several(image: Image.Image, data: bytes | bytearray | memoryview) -> bool:
+    """Return whether an opened image has several pages or frames; looking for those of TIFF and GIF would move it."""
+    if image.format in ("WEBP", "PNG"):
         return getattr(image, "n_frames", 1) > 1
+    if image.format in ("TIFF", "GIF"):
+        with suppress(Exception), Image.open(io.BytesIO(data), formats=(image.format,)) as other:  # damaged further on
+            return getattr(other, "n_frames", 1) > 1
     return False
 
 

@@ -41,7 +41,7 @@ from energon_bridge.models.conversations.turns import (
     typed_turns,
     with_turns,
 )
-from energon_bridge.models.conversations.withheld import fault_of_split, fault_of_verdict
+from energon_bridge.models.conversations.withheld import fault_of_split, fault_of_verdict, held_out_by
 from energon_bridge.tools.convert.rows import (
     RAW,
     Blob,
@@ -474,7 +474,9 @@ def check_withheld(row: Row, layout: Layout) -> None:
     """Raise SourceError for a row that is held out, or was rejected, by a column that is no field of the layout."""
     fields = {access.partition("[")[0] for access in layout.fields.values()}
     beside = {name: value for name, value in row.values.items() if name not in fields}
-    fault = fault_of_split(beside, layout.held_out) or fault_of_verdict(beside, find_pair(row.values) or ())
+    fault = fault_of_split(held_out_by(beside), layout.held_out) or fault_of_verdict(
+        beside, find_pair(row.values) or ()
+    )
     if fault is not None:
         raise SourceError(fault)
 

@@ -176,7 +176,7 @@ class LineEntries:
         size = 0
         ends = []
         with path.open("rb") as file:
-            while block := file.read(1 << 24):  # not mapped: whoever cuts off a mapped file ends this process
+            while block := file.read(1 << 24):  # not mapped: truncating a mapped file would kill us
                 begin = begin or block[:2]
                 ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + size + 1)
                 size += len(block)

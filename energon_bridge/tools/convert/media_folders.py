@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from energon_bridge.core.errors import SourceError
 from energon_bridge.core.format.media import kind_by_name
@@ -40,9 +40,6 @@ from energon_bridge.tools.convert.rows import (
     located,
 )
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, names_class, says_held_out
-
-if TYPE_CHECKING:
-    pass
 
 
 class FolderSource:

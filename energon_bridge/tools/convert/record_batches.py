@@ -1,9 +1,9 @@
 """Arrow files and streams, of which any rows are read alone. Needs pyarrow.
 
-No file is mapped into memory: whoever cuts off a mapped file ends each process that touches it, without an error.
-Instead, the heads of the messages (Arrow columnar format, "Encapsulated message format") are copied to their places in
-an empty memory of the length of the file. Arrow arrays over it say where each buffer lies in the file, and only the
-bytes of the rows are read from there.
+No file is mapped into memory: truncating a mapped file kills every process that touches what is gone. Instead, the
+heads of the messages (Arrow columnar format, "Encapsulated message format") are copied to their places in empty memory
+as long as the file. Arrow arrays over it say where each buffer lies in the file, and only the bytes of the rows are
+read from there.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ def open_arrow(store: Store, rel: str, size: int) -> ArrowFile:
 
 
 def _empty(size: int) -> mmap.mmap:
-    """Return so many bytes of memory, of which pages are there once they are written to."""
+    """Return that many bytes of memory; a page takes up room only once it is written to."""
     if not hasattr(os, "memfd_create"):
         return mmap.mmap(-1, size)
-    number = os.memfd_create("energon-arrow")  # without limit: no system takes it into account before
+    number = os.memfd_create("energon-arrow")  # unlike other memory, it is not counted before it is used
     try:
         os.truncate(number, size)
         return mmap.mmap(number, size)

@@ -27,7 +27,7 @@ from energon_bridge.core.samples import Batch, edataclass
 from energon_bridge.core.storage.forks import PerProcess, Threads
 from energon_bridge.models.conversations.conversation import Kind
 from energon_bridge.models.conversations.sample_encoders import sample_key
-from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, MultiModalSample, join_visual
+from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, join_visual
 from energon_bridge.models.families import ChatTemplateTaskEncoder, ProcessorFamily, VideoFrames
 from energon_bridge.models.families.processor_plans import PROBES
 from energon_bridge.models.families.qwen import DeferredVideo
@@ -126,19 +126,7 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
     def postencode_sample(self, sample: PreparedSample) -> _Row:
         """Return the sample without media."""
         visual, positions = self._planned_inputs(sample)
-        types = sample.mm_token_type_ids
-        content = MultiModalSample.derive_from(
-            sample,
-            tokens=sample.tokens,
-            labels=sample.labels,
-            loss_mask=sample.loss_mask,
-            visual=visual,
-            answer=sample.answer,
-            num_images=len(sample.images),
-            mm_token_type_ids=types if positions is not None or self._of_processor else None,
-            mrope_position_ids=positions,
-        )
-        return _Row(content, (sample,))
+        return _Row(sample.finished(visual, positions, of_processor=self._of_processor), (sample,))
 
     def pack_selected_samples(self, samples: Sequence[_Row]) -> _Row:
         """Join the samples of a pack."""
