@@ -57,7 +57,7 @@ _HELD_OUT = re.compile(
 )
 
 
-_NESTED = ("metadata", "meta", "info", "extra_info")
+NESTED = ("metadata", "meta", "info", "extra_info")
 
 
 def held_out_by(entry: Mapping[str, Any]) -> tuple[str, Any, bool] | None:
@@ -68,7 +68,7 @@ def held_out_by(entry: Mapping[str, Any]) -> tuple[str, Any, bool] | None:
     for column in split_columns(tuple(entry)):
         if (held_out := is_held_out(column, entry[column])) is not None:
             return column, entry[column], held_out
-    for name in _NESTED:
+    for name in NESTED:
         if isinstance(inner := entry.get(name), Mapping) and (said := held_out_by(inner)) is not None:
             return f"{name}.{said[0]}", *said[1:]
     return None

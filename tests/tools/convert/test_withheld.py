@@ -30,6 +30,7 @@ def talk(number: int, **beside: Any) -> dict[str, Any]:
 
 
 def table(path: Path, rows: Any, group: int = 1) -> Path:
+    path.parent.mkdir(exist_ok=True)
     rows = arrow.Table.from_pylist(rows) if isinstance(rows, list) else rows
     if path.suffix == ".parquet":
         parquet.write_table(rows, path, row_group_size=group)
@@ -96,6 +97,34 @@ def test_labels_of_splits_have_names(tmp_path: Path) -> None:
     with pytest.raises(UnknownSplitError, match=r"several splits \(test, train\)") as told:
         delivered(path)
     assert [one.text for one in delivered(path, filter=remedies(told.value)[0])] == ["a", "c"]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("name", ["metadata", "extra_info"])
+def test_tables_may_say_it_inside_of_metadata(name: str, suffix: str, tmp_path: Path) -> None:
+    """As MathVista's and verl's do; a row without metadata says nothing."""
+    says: list[Any] = [{"split": "train", "id": 0}, {"split": "test", "id": 1}, None, {"split": "train", "id": 3}]
+    rows = [{"text": f"t{number}", name: inner} for number, inner in enumerate(says)]
+    path = table(tmp_path / f"rows{suffix}", rows)
+    with pytest.raises(UnknownSplitError, match=f"the column `{name}.split` says that rows are of several") as told:
+        delivered(path)
+    chosen, every = remedies(told.value)
+    assert [one.text for one in delivered(path, filter=chosen)] == ["t0", "t3"]
+    assert [one.text for one in delivered(path, filter=every)] == ["t0", "t1", "t3"]
+
+
+def test_tables_some_of_whose_metadata_says_nothing_are_taken(tmp_path: Path) -> None:
+    """Files whose metadata have other fields, or are texts; rows of splits in files of their names."""
+    inner = {"test": {"split": "test"}, "train": {"source": "web"}}
+    for number, metadata in enumerate([{"split": "train"}, {"source": "web"}]):
+        table(tmp_path / "some" / f"{number}.parquet", [{"text": f"t{number}", "metadata": metadata}])
+    assert len(delivered(tmp_path / "some")) == 2
+    assert [one.text for one in delivered(tmp_path / "some", filter="`metadata.split` == 'train'")] == ["t0"]
+    for split, metadata in inner.items():
+        table(tmp_path / "named" / f"{split}.parquet", [{"text": split, "metadata": metadata}] * 2)
+    assert [one.text for one in delivered(tmp_path / "named", "test")] == ["test"] * 2
+    path = table(tmp_path / "texts.parquet", [{"text": "a", "metadata": "split"}, {"text": "b", "metadata": "test"}])
+    assert len(delivered(path)) == 2
 
 
 @pytest.mark.parametrize("splits", [["test", "test"], ["train", "extra"], [None, None], ["a long text " * 9, "test"]])
