@@ -395,3 +395,23 @@ def test_answers_without_confidence(door: str, tmp_path: Path) -> None:
         assert answer == "red"
     if door == "images":
         assert "blue" not in sample.answers
+
+
+def test_lint_names_them_beside_the_fields_of_a_field_map(tmp_path: Path) -> None:
+    """A tar prepared by hand, whose JSON has more than the caption; a split that all samples are of says nothing."""
+    says: list[dict[str, Any]] = [
+        {"split": "train"},
+        {"split": "test"},
+        {"meta": {"split": "val"}},
+        {"is_rejected": True},
+    ]
+    fields = ("--sample-type", "TextSample", "--field-map", '{"text": "json[caption]"}')
+    for name, beside in {"mixed": says, "same": [{"split": "test"}] * 2}.items():
+        captions = [json.dumps({"caption": f"c{number}", **one}).encode() for number, one in enumerate(beside)]
+        write_tar(tmp_path / name / "a.tar", [(f"{number}.json", content) for number, content in enumerate(captions)])
+        output_of("prepare", tmp_path / name, "--non-interactive", "--split-ratio", "1,0,0", *fields)
+    told = output_of("lint", str(tmp_path / "mixed"))
+    assert "2 samples with a key beside its fields that says it is held out" in told
+    assert "a.tar/1" in told
+    assert "1 sample with a key beside its fields by which annotators rejected it; the first is a.tar/3" in told
+    assert "held out" not in output_of("lint", str(tmp_path / "same"))
