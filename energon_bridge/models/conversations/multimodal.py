@@ -30,9 +30,9 @@ from energon_bridge.models.conversations.layout import MultiModalSampleConfig, R
 from energon_bridge.models.conversations.rendering import ChatRenderer
 from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS, SampleEncoder, read_sample, sample_key
 from energon_bridge.models.conversations.sequences import (
-    PatchGrid,
     MultiModalBatch,
     MultiModalSample,
+    PatchGrid,
     Sequencer,
     mrope_positions,
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.samples import Sample, edataclass
 from energon_bridge.models.conversations.conversation import Kind
-from energon_bridge.models.conversations.sequences import PatchGrid, MultiModalSample, mrope_positions
+from energon_bridge.models.conversations.sequences import MultiModalSample, PatchGrid, mrope_positions
 
 TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE, AUDIO_TYPE = 0, 1, 2, 3
 """Values of `mm_token_type_ids`."""
