@@ -75,10 +75,10 @@ def mimo_inputs(step: Mapping[str, Any], encoders: Mapping[str, MimoEncoder]) ->
         if LANGUAGE in step and len(set(batch.num_tokens)) > 1:
             counts = ", ".join(map(str, batch.num_tokens))
             raise ConfigurationError(
-                f"mimo_inputs: this process has the language model and {name} side by side, and the microbatches that it "
-                f"serves have {counts} tokens of media. megatron-core cuts the features of such a process into equal "
-                "parts: make roles with as many ranks of language as of the encoder and macro=1, put the encoder on "
-                "processes of its own, or cut its features by num_tokens yourself"
+                f"mimo_inputs: this process has the language model and {name} side by side, and the microbatches that "
+                f"it serves have {counts} tokens of media. megatron-core cuts the features of such a process into "
+                "equal parts: make roles with as many ranks of language as of the encoder and macro=1, put the encoder "
+                "on processes of its own, or cut its features by num_tokens yourself"
             )
         where = encoders[name]
         if inputs["input_ids"] is None:
