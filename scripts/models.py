@@ -12,6 +12,7 @@ runs a text, where one can be built here: a model whose forward fails whatever i
 # ruff: noqa: E402 (the helpers of the tests are on no path by themselves)
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import time
@@ -197,12 +198,17 @@ def measure() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--packs", action="store_true", help="write the table of text models instead")
+    what.add_argument("--cpu", action="store_true", help="print costs instead, and write nothing")
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    if "--cpu" in sys.argv[1:]:
+    if arguments.cpu:
         measure()
         return
     text = PAGE.read_text("utf-8")
-    if "--packs" in sys.argv[1:]:
+    if arguments.packs:
         PAGE.write_text(text[: text.index(PACKS_MARK)] + f"{PACKS_MARK}\n\n" + packs_table(), "utf-8")
         return
     made = f"{MARK}\n\n" + table()

@@ -8,6 +8,7 @@ A test compares the pages with what this gives. `scripts/docs` fills in the docs
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -290,5 +291,6 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for path, text in pages().items():
         path.write_text(text)
