@@ -111,6 +111,8 @@ def cli_page() -> str:
     lines += ["", "```text", *map("  ".join, of_runs), "```"]
     lines += ["", "## Options of several commands", "", "```text", *map("  ".join, rest), "```"]
     for names, context in helps.items():
+        if isinstance(context.command, click.Group) and len(names) > 1:
+            continue  # its commands say it all
         own = ["  ".join(record) for record in records[names].items() if record not in shared]
         is_run = all(record in records[names].items() for record in of_runs)
         elsewhere = [record for record in records[names].items() if record in shared]
