@@ -240,7 +240,7 @@ def _entries() -> dict[str, tuple[NameEntry, str]]:
             meaning = _MEANING[entry.kind].format(target=entry.target.replace(":", "."), advice=entry.advice)
             same = entry.target == f"{_OURS}:{name}"
             by_name.setdefault(name, {})[module] = entry, _AS_THERE if same else meaning
-    found = {}
+    found: dict[str, tuple[NameEntry, str]] = {}
     for name, by_module in sorted(by_name.items(), key=lambda item: (item[0].lower(), item[0])):
         differs = len({meaning for _, meaning in by_module.values()}) > 1
         found |= {f"{module}.{name}" if differs else name: known for module, known in by_module.items()}
