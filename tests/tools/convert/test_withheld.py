@@ -62,6 +62,10 @@ COLUMNS: list[tuple[str, list[Any], int]] = [
     ("Karpathy split", ["train", "restval", "test", "train"], 2),
     ("train_test", ["Train", "Train", "Test", "Train"], 2),
     ("held_out", [False, False, True, False], 2),
+    ("test", [False, False, True, False], 2),
+    ("is_training_image", [1, 1, 1, 0], 3),
+    ("use_for_training", [True, False, True, True], 1),
+    ("partition", [0, 0, 1, 0], 2),
 ]
 """A column, its values, and which row is held out."""
 
@@ -233,10 +237,21 @@ MARKS: list[tuple[str, Any, Any]] = [
     ("is_correct", True, False),
     ("quality", "good", "bad"),
     ("status", "submitted", "discarded"),
+    ("exclude", False, True),
+    ("was_cancelled", False, True),
+    ("keep", True, False),
+    ("approved", 1, 0),
+    ("correct", True, False),
+]
+UNLEARNED: list[tuple[str, Any, Any]] = [
+    ("weight", 1.0, 0.0),
+    ("sample_weight", 2, 0),
+    ("train", True, False),
+    ("include_in_loss", True, False),
 ]
 
 
-@pytest.mark.parametrize(("column", "good", "bad"), MARKS)
+@pytest.mark.parametrize(("column", "good", "bad"), [*MARKS, *UNLEARNED])
 def test_rows_that_are_marked_are_not_learned(
     column: str, good: Any, bad: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,7 +259,8 @@ def test_rows_that_are_marked_are_not_learned(
     lines = tmp_path / "rows.jsonl"
     lines.write_text("".join(json.dumps(talk(n, **{column: mark})) + "\n" for n, mark in enumerate(marks)))
     assert [one.messages[0]["content"] for one in learned(lines)] == ["q0", "q2"]
-    assert f"`{column}` is {bad!r}: the sample was rejected" in caplog.text
+    why = "is not to be learned" if (column, good, bad) in UNLEARNED else "was rejected"
+    assert f"`{column}` is {bad!r}: the sample {why}" in caplog.text
     assert f"line 2: `{column}` is {bad!r}" in refused(lines, tmp_path / "out", *ALL)
     convert(lines, tmp_path / "all", *ALL, "--ignore", column)
     assert len(delivered(tmp_path / "all")) == 3
@@ -313,6 +329,11 @@ def test_turns_that_were_rejected_are_refused(
         {"image_quality": 3},
         {"deleted": "no"},
         {"status": "ok"},
+        {"weight": 0.5},
+        {"loss": 1.25},
+        {"correct": 0},
+        {"fold": 3},
+        {"mask": "User"},
     ],
 )
 def test_other_marks_say_nothing(beside: dict[str, Any], tmp_path: Path) -> None:
