@@ -8,7 +8,7 @@
 
 With D language ranks and E ranks of an encoder, one of them divides the other. Of k = D / E, encoder rank e serves the
 language ranks from e k on, up to the next one's. Where there are more encoder ranks, E / D of them in a row share the
-media of one language rank, cut in their order.
+media of one language rank, cut in their order. So do the context-parallel ranks of a replica, with `context_parallel`.
 
 Which samples there are, in which order, packed how, is arithmetic and text, so all ranks know it without a word. The
 state of the run is that of the language ranks; encoder ranks begin where it says, on grids of any size.
@@ -58,9 +58,19 @@ class Grid:
     rank: int | None
     group: Any = None
 
+    def times(self, inner: Grid) -> Grid:
+        """Return the grid in which each rank of this one is all those of another, in their order."""
+        rank = None if self.rank is None or inner.rank is None else self.rank * inner.size + inner.rank
+        return Grid(size=self.size * inner.size, rank=rank)
+
 
 def make_roles(
-    grids: Mapping[str, Any], *, macro: int = 1, stage_keys: StageKeys | None = None, pg_collection: Any = None
+    grids: Mapping[str, Any],
+    *,
+    macro: int = 1,
+    context_parallel: Any = None,
+    stage_keys: StageKeys | None = None,
+    pg_collection: Any = None,
 ) -> Roles:
     """Return what this process loads, where the language model and encoders have data-parallel ranks of their own.
 
@@ -76,6 +86,9 @@ def make_roles(
             it or is of a later pipeline stage of an encoder, passes None or `(None, size)`. If one passes None, all
             processes must call this, after torch.distributed is initialised.
         macro: Microbatches whose media an encoder rank gets at once.
+        context_parallel: The context-parallel group of this process, or its rank and size, where its ranks divide the
+            media of their replica: whole media in their order, cut into runs of level tokens. Encoders then have the
+            data-parallel ranks of `language`. None: each context-parallel rank gets all of them.
         stage_keys: The fields of a language batch that each pipeline stage of the language model gets; None: all.
         pg_collection: megatron-core's `ProcessGroupCollection` of the language model, whose `pp` tells the stage.
 
@@ -106,8 +119,23 @@ def make_roles(
                 f"make_roles: {name} has {grid.size} data-parallel ranks and language {size}: one number must divide "
                 "the other, so that whole ranks serve whole ranks"
             )
+    if context_parallel is not None:
+        found = _with_context_parallel(found, _grid("context_parallel", context_parallel))
     keys = None if stage_keys is None else stage_keys.of(*parallel_place("pp", pg_collection))
     return Roles(grids=found, macro=check_number("make_roles: macro", macro, 1), keys=keys)
+
+
+def _with_context_parallel(grids: Mapping[str, Grid], context: Grid) -> dict[str, Grid]:
+    """Return the grids with each rank of an encoder divided between the context-parallel ranks of its replica."""
+    size = grids[LANGUAGE].size
+    if not context.size or any(grid.size != size for grid in grids.values()):
+        sizes = ", ".join(f"{name} {grid.size}" for name, grid in grids.items())
+        raise ConfigurationError(
+            f"make_roles: context_parallel has {context.size} ranks, and the grids {sizes}: the context-parallel ranks "
+            "of a replica encode its own media, so give each encoder the data-parallel ranks of language, and "
+            "context_parallel the group that this process is of"
+        )
+    return {name: grid if name == LANGUAGE else grid.times(context) for name, grid in grids.items()}
 
 
 def _grid(name: str, group: Any) -> Grid:
@@ -137,8 +165,9 @@ class EncoderBatch(Batch):
     The order is: microbatch, language rank, row, token. `visual_inputs`: what the model's encoder takes, such as
     `pixel_values` and `image_grid_thw`; empty if no row has such media. Lists have an entry for each microbatch of each
     language rank: `input_ids`, its tokens, int64 (B, S), to count those of media; `num_tokens`, its media's tokens in
-    this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row. `pixel_norm` is there where
-    pixels are bytes: `normalise_on_device` makes floats of them by it.
+    this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row; `part_tokens`, by kind (`image`,
+    `video`, `audio`), the tokens of each rank that its media are divided between. `pixel_norm` is there where pixels
+    are bytes: `normalise_on_device` makes floats of them by it.
     """
 
     visual_inputs: dict[str, Tensor]
@@ -146,6 +175,7 @@ class EncoderBatch(Batch):
     num_tokens: list[int]
     num_media: list[int]
     row_tokens: list[list[int]] = field(default_factory=list)
+    part_tokens: list[dict[str, list[int]]] = field(default_factory=list)
     pixel_norm: Tensor | None = None
 
 
@@ -422,5 +452,6 @@ def joined(lanes: Sequence[LaneMedia]) -> EncoderBatch:
         num_tokens=[sum(lane.num_tokens) for lane in lanes],
         num_media=[len(lane.num_tokens) for lane in lanes],
         row_tokens=by_row,
+        part_tokens=[lane.part_tokens for lane in lanes],
         pixel_norm=next((lane.pixel_norm for lane in lanes if lane.pixel_norm is not None), None),
     )
