@@ -32,7 +32,7 @@ _KINDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 """Of each kind of media: its grids, its patches, and what else has an entry for each medium."""
 
 
-def share_media(batch: Any, *, rank: int, size: int, merge_size: int, at_least_one: bool = False) -> EncoderBatch:
+def share_media(batch: Any, *, rank: int, size: int, merge_size: int, blank_media: bool = False) -> EncoderBatch:
     """Return the media of a batch that one context-parallel rank encodes; all ranks must have the same batch.
 
     A batch that is not loaded yet is better divided by `make_roles(context_parallel=...)`, with which each rank reads
@@ -44,8 +44,8 @@ def share_media(batch: Any, *, rank: int, size: int, merge_size: int, at_least_o
         rank: Context-parallel rank.
         size: Context-parallel size.
         merge_size: Patches along each side of a token, `spatial_merge_size` of the vision tower.
-        at_least_one: A rank without media of a kind gets the smallest that there is, so that its tower runs, as FSDP
-            and DDP need it. `part_tokens` says that none of its features are wanted, and `gather_features` drops them.
+        blank_media: Whether a rank without media of a kind gets the smallest that there is as a blank one, so that its
+            encoder runs, as FSDP and DDP need it: `part_tokens` leaves its features out, `gather_features` drops them.
 
     Raises:
         ConfigurationError: There are media without a grid, or the grids are not those of the patches.
@@ -70,14 +70,16 @@ def share_media(batch: Any, *, rank: int, size: int, merge_size: int, at_least_o
     visual: dict[str, Tensor] = {}
     part_tokens = {kind: [0] * size for kind in _KINDS}
     own: list[int] = []
+    blank: list[str] = []
     for kind, of_kind in counts.items():
         place = [next(parts) for _ in of_kind]
         for part, count in zip(place, of_kind, strict=True):
             part_tokens[kind][part] += count
         mine = [number for number, part in enumerate(place) if part == rank]
         own += [of_kind[number] for number in mine]
-        if at_least_one and not mine:
+        if blank_media and not mine:
             mine = [of_kind.index(min(of_kind))]
+            blank += _names(kind)
         if mine:
             visual |= _taken(kind, given, slice(mine[0], mine[-1] + 1))
     tokens = fields.get("tokens") if fields.get("input_ids") is None else fields["input_ids"]
@@ -89,6 +91,7 @@ def share_media(batch: Any, *, rank: int, size: int, merge_size: int, at_least_o
         num_tokens=[sum(own)],
         num_media=[len(own)],
         part_tokens=[part_tokens],
+        blank_media=sorted(name for name in blank if name in visual),
         pixel_norm=fields.get("pixel_norm"),
     )
 
@@ -108,7 +111,7 @@ def gather_features(features: Tensor, tokens: Sequence[int], group: Any = None) 
     Raises:
         ConfigurationError: The rank has fewer features than it makes, or the group has another size.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     if size != len(tokens) or len(features) < tokens[rank]:
         raise ConfigurationError(
             f"gather_features: rank {rank} of {size} has {len(features)} features, and tokens says {list(tokens)} for "
@@ -116,6 +119,8 @@ def gather_features(features: Tensor, tokens: Sequence[int], group: Any = None) 
             "share_media"
         )
     features = features[: tokens[rank]]
+    if size == 1:
+        return features
     if torch.is_grad_enabled() and not features.requires_grad:
         # The backward pass sends, too: a rank without media that left it out would leave the others waiting.
         features = features.detach().requires_grad_()

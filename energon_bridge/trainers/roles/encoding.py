@@ -25,12 +25,14 @@ from energon_bridge.core.encoder.task_encoder import AugmentTaskEncoder
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError
 from energon_bridge.core.samples import Batch, edataclass
 from energon_bridge.core.storage.forks import PerProcess, Threads
+from energon_bridge.models.conversations.blank_media import Blank
 from energon_bridge.models.conversations.conversation import Kind
 from energon_bridge.models.conversations.sample_encoders import sample_key
 from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, join_visual
 from energon_bridge.models.families import ChatTemplateTaskEncoder, ProcessorFamily, VideoFrames
 from energon_bridge.models.families.processor_plans import PROBES
 from energon_bridge.models.families.qwen import DeferredVideo
+from energon_bridge.models.families.rendering import placeholder_tokens
 from energon_bridge.models.families.sound import DeferredSound, Sound
 from energon_bridge.models.families.video import FramesToDecode, decoded, frames_shape
 from energon_bridge.models.families.vision import PreparedSample, positions_of
@@ -99,7 +101,7 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
         if chat._blanks:
             raise ConfigurationError(
                 "roles: blank_media of the ChatConfig would put tokens into rows whose media no encoder rank makes: "
-                "leave it out; an encoder rank without media gives back none"
+                "leave it out, and give blank_media=True to make_roles, which gives them to encoder ranks"
             )
         self.chat = chat
         family = chat.family
@@ -224,6 +226,14 @@ class MediaTaskEncoder(LanguageTaskEncoder):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"_threads": PerProcess(_threads)}
 
+    def blank_media(self) -> list[Blank]:
+        """Return a blank medium of each of its kinds that the model takes.
+
+        Raises ConfigurationError for a model that sees images through cross-attention.
+        """
+        taken = placeholder_tokens(self.chat.family)
+        return [self.chat._blank(kind) for kind in sorted(self.kinds) if taken.get(kind)]
+
     def encode_batch(self, batch: _Rows) -> LaneMedia:
         """Make the batch of texts as a language rank does, then the media of this rank's part of it."""
         text = super().encode_batch(batch)
@@ -248,7 +258,6 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             for (number, sample), places in zip(of_row, wanted, strict=True)
             for place in places
         ]
-        norm = self.chat._norm
         visual = join_visual(made, [0] * len(made), count=1) if any(made) else {}
         return LaneMedia(
             __key__=list(given("__key__")),
@@ -259,7 +268,7 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             rows=[row for _, row in found],
             part_tokens=part_tokens,
             blanks=blanks,
-            pixel_norm=norm if any(name.startswith("pixel_values") for name in visual) else None,
+            pixel_norm=self.chat._norm,
         )
 
     def _cut(self, samples: Sequence[PreparedSample]) -> tuple[list[list[int]], dict[str, list[int]]]:

@@ -96,11 +96,11 @@ def tower() -> Any:
     return model_of(config).model.visual.eval()
 
 
-def features_of(media: dict[str, Tensor], names: tuple[str, str] = IMAGES) -> Tensor:
-    """Return what the vision tower makes of a kind of media, (tokens, 32)."""
-    if names[0] not in media:
+def features_of(media: dict[str, Tensor], model: Any = None) -> Tensor:
+    """Return what the vision tower makes of pictures, (tokens, 32)."""
+    if "pixel_values" not in media:
         return torch.zeros(0, 32)
-    made: Tensor = tower()(media[names[0]].float(), grid_thw=media[names[1]]).pooler_output
+    made: Tensor = (model or tower())(media["pixel_values"], grid_thw=media["image_grid_thw"]).pooler_output
     return made
 
 
@@ -260,12 +260,12 @@ def test_a_rank_without_pictures_may_get_one_whose_features_are_dropped(data: Pa
     batch = next(one for one in batches if sum(one.num_images) == 1)
     alone = [share_media(batch, rank=rank, size=3, merge_size=2) for rank in range(3)]
     assert sorted(bool(one.visual_inputs) for one in alone) == [False, False, True]
-    every = [share_media(batch, rank=rank, size=3, merge_size=2, at_least_one=True) for rank in range(3)]
+    every = [share_media(batch, rank=rank, size=3, merge_size=2, blank_media=True) for rank in range(3)]
     assert all(digest(sorted(one.visual_inputs.items())) == digest(sorted(media_of([batch]).items())) for one in every)
     assert [one.part_tokens for one in every] == [one.part_tokens for one in alone]
     assert [one.num_media for one in every] == [one.num_media for one in alone]
     texts = next(one for one in plain(dataset_of(data, batch_size=1), 1, 20)[0] if not sum(one.num_images))
-    none = share_media(texts, rank=1, size=3, merge_size=2, at_least_one=True)
+    none = share_media(texts, rank=1, size=3, merge_size=2, blank_media=True)
     assert (none.visual_inputs, none.part_tokens) == ({}, [{"image": [0, 0, 0], "video": [0, 0, 0]}])
 
 
@@ -348,19 +348,27 @@ def module_of(data: Path, roles: Any, state: Any, rows: int) -> EnergonMultiModa
     return train
 
 
-def context_parallel_run(rank: int, data: Path, ranks: int, microbatches: int, state: Any) -> Any:
-    """Return loss and gradients of some microbatches, of all processes, the pictures of this one, and the state."""
+def context_parallel_run(
+    rank: int, data: Path, ranks: int, microbatches: int, state: Any = None, *, blank_media: bool = False
+) -> Any:
+    """Return loss and gradients of some microbatches, of all processes, the pictures of this one, and the state.
+
+    With blank media, the tower is in DDP, which waits for a rank that does not run it.
+    """
     size = dist.get_world_size() // ranks
     context = [dist.new_group(range(first * ranks, (first + 1) * ranks)) for first in range(size)][rank // ranks]
     replicas = [dist.new_group(range(first, size * ranks, ranks)) for first in range(ranks)][rank % ranks]
     grids = {"language": replicas, "vision": replicas}
-    train = module_of(data, make_roles(grids=grids, context_parallel=context), state, 1)
+    train = module_of(data, make_roles(grids=grids, context_parallel=context, blank_media=blank_media), state, 1)
+    model = torch.nn.parallel.DistributedDataParallel(tower()) if blank_media else tower()
     loss = torch.zeros(())
     counts = []
     for step in islice(train.train_dataloader(), microbatches):
         share = step["vision"]
         media = normalise_on_device(share).visual_inputs
-        features = gather_features(features_of(media), share.part_tokens[0]["image"], context)
+        assert (set(IMAGES) <= media.keys()) == (blank_media or share.num_media[0] > 0)
+        assert set(IMAGES).issubset(share.blank_media) == (blank_media and not share.num_media[0])
+        features = gather_features(features_of(media, model), share.part_tokens[0]["image"], context)
         tokens = step["language"].tokens
         here = dist.get_rank(context)
         own = zigzag_indices(tokens.shape[1], rank=here, size=ranks)
@@ -371,8 +379,9 @@ def context_parallel_run(rank: int, data: Path, ranks: int, microbatches: int, s
         loss += of_step.detach()
         counts += share.num_media
     made = gradients()
-    for one in (loss, *made.values()):
-        dist.all_reduce(one)
+    dist.all_reduce(loss)
+    for gradient in made.values():
+        dist.all_reduce(gradient) if not blank_media else gradient.mul_(dist.get_world_size())  # DDP has their mean
     saved = train.state_dict()
     train.close()
     return float(loss), made, counts, saved
@@ -404,13 +413,19 @@ def assert_same_gradients(found: Any, expected: tuple[float, dict[str, Tensor]])
 
 def test_gradients_are_those_of_ranks_with_all_pictures_also_after_a_resume(data: Path) -> None:
     """Two replicas of two ranks, then one of four, which takes the microbatches of both: no picture, one, several."""
-    first = on_gloo(4, lambda rank: context_parallel_run(rank, data, 2, 6, None))
+    first = on_gloo(4, lambda rank: context_parallel_run(rank, data, 2, 6))
     assert_same_gradients(first[0], one_process(data, slice(0, 6)))
     counts = [of_step for pair in (first[:2], first[2:]) for of_step in zip(*(one[2] for one in pair), strict=True)]
     assert {0, 1} < {sum(of_step) for of_step in counts}
     state = first[0][3]
     second = on_gloo(4, lambda rank: context_parallel_run(rank, data, 4, 8, state))
     assert_same_gradients(second[0], one_process(data, slice(6, 10)))
+
+
+def test_blank_media_keep_ddp_going_and_change_no_gradient(data: Path) -> None:
+    found = on_gloo(4, lambda rank: context_parallel_run(rank, data, 2, 4, blank_media=True))
+    assert_same_gradients(found[0], one_process(data, slice(0, 4)))
+    assert any(0 in counts for *_, counts, _ in found)
 
 
 def megatron_run(data: Path, folder: Path, start: int, steps: int) -> tuple[int, list[Any]]:
