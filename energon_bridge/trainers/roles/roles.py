@@ -466,7 +466,7 @@ class RoleLoader:
             loader.close()
 
 
-def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank]) -> EncoderBatch:
+def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank] = ()) -> EncoderBatch:
     """Return the media of some microbatches as one batch, in their order, with those of some blank media it lacks."""
     rows = [lane.visual_inputs for lane in lanes]
     visual = join_visual(rows, [0] * len(rows), count=1) if any(rows) else {}
