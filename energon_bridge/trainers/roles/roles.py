@@ -246,18 +246,16 @@ class Roles:
         parts = max(1, grid.size // self.grids[LANGUAGE].size)
         return (grid.rank or 0) % parts, parts
 
-    def worker_config(self, name: str, config: WorkerConfig) -> WorkerConfig:
-        """Return the configuration of this process's loader for a role; the rest is that of `config`."""
-        grid = self.grids[name]
+    def place_of(self, name: str) -> dict[str, Any]:
+        """Return what the configuration of this process's loader for a role has of its own."""
         served = self.served(name)
         language = name == LANGUAGE
-        return replace(
-            config,
-            rank=served[0],
-            world_size=self.grids[LANGUAGE].size,
-            data_parallel_group=grid.group if language else None,
-            serves=None if language else len(served),
-        )
+        return {
+            "rank": served[0],
+            "world_size": self.grids[LANGUAGE].size,
+            "data_parallel_group": self.grids[name].group if language else None,
+            "serves": None if language else len(served),
+        }
 
     def task_encoder(self, name: str, task_encoder: Any) -> Any:
         """Return the task encoder for a role. Raises ConfigurationError if the encoder cannot be used for roles."""
@@ -287,7 +285,7 @@ class Roles:
         loaders = {}
         blank = {}
         for name in self.names:
-            config = self.worker_config(name, dataset.worker_config)
+            config = replace(dataset.worker_config, **self.place_of(name))
             encoder = self.task_encoder(name, dataset.settings.task_encoder)
             blank[name] = encoder.blank_media() if self.blank_media and name != LANGUAGE else []
             spec = replace(dataset.with_settings(task_encoder=encoder), worker_config=config)
