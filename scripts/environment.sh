@@ -1,8 +1,16 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: `use_environment EXTRAS` puts a Python environment with the package in front of PATH.
+# With --help a script prints the comment at its head, before anything is installed.
 #
 # The environment is ENERGON_VENV, else the active one (VIRTUAL_ENV), else .venv in the checkout; it is created if it is not
 # there. Installing twice costs nothing: a stamp in the environment remembers what was installed from which files.
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "scripts/$(basename "$0")"
+    exit
+    ;;
+esac
 
 TORCH_VERSION="$(sed -n 's/^torch==//p' constraints.txt)"
 

@@ -12,6 +12,7 @@ runs a text, where one can be built here: a model whose forward fails whatever i
 # ruff: noqa: E402 (the helpers of the tests are on no path by themselves)
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import time
@@ -60,25 +61,35 @@ def row(name: str) -> str | None:
             return None
         family = ProcessorFamily(processor=tiny_processor(name))
     except ImportError as error:
-        return f"|{types}|{name}||not tried: {' '.join(str(error).split())[:90]}|||"
+        return f"|{types}|{name}||not tried: {missing(error)}|||"
     except ConfigurationError as error:
-        reason = str(error).partition(": ")[2] or str(error)
-        return f"|{types}|{name}||no: {' '.join(reason.split())}|||"
+        return f"|{types}|{name}||no: {brief(str(error).partition(': ')[2] or str(error))}|||"
     cells = []
     for medium in ("image", "video", "audio"):
         refused = family.refused.get(medium, "")
-        reason = "" if refused.endswith("takes none") else f"no: {' '.join(refused.split())[:160]}"
+        reason = "" if refused.endswith("takes none") else f"no: {brief(refused)}"
         cells.append(family.counts.get(medium, reason))
     if broken := [reason for one in processor_classes()[name] if (reason := broken_forward(one, family.processor))]:
         cells[0] += f", but {'; '.join(broken)}"
     return f"|{types}|{name}|{pixels_of(family)}|{'|'.join(cells)}|"
 
 
+def missing(error: ImportError) -> str:
+    """Return in short which package transformers asks for."""
+    match = re.search(r"requires (?:the )?(\w+) library", str(error))
+    return f"needs {match[1]}" if match else str(error)
+
+
+def brief(reason: str) -> str:
+    """Return a reason in a line, of an error that a processor raised its type alone."""
+    return re.sub(r"(could not take a blank one): (\w+): .*", r"\1 (\2)", " ".join(reason.split()))
+
+
 def pixels_of(family: ProcessorFamily) -> str:
-    """Return whether the pixels of images are native, or why not."""
+    """Return whether the pixels of images are native, or those of the processor, which is called."""
     if "image" not in family.counts:
         return ""
-    return "native" if family.path is not None else f"called: {getattr(family.native, 'reason', '')}"
+    return "native" if family.path is not None else "called"
 
 
 LARGEST = 20_000_000
@@ -99,7 +110,7 @@ def broken_forward(model_type: str, processor: Any) -> str:
         if model is not None:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
     except (AttributeError, NameError) as error:
-        return f"the forward of {model_type} fails in {transformers.__version__}: {type(error).__name__}: {error}"
+        return f"the forward of {model_type} fails in {transformers.__version__} ({type(error).__name__})"
     except Exception:  # as for want of the right sizes
         return ""
     return ""
@@ -197,12 +208,17 @@ def measure() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--packs", action="store_true", help="write the table of text models instead")
+    what.add_argument("--cpu", action="store_true", help="print costs instead, and write nothing")
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    if "--cpu" in sys.argv[1:]:
+    if arguments.cpu:
         measure()
         return
     text = PAGE.read_text("utf-8")
-    if "--packs" in sys.argv[1:]:
+    if arguments.packs:
         PAGE.write_text(text[: text.index(PACKS_MARK)] + f"{PACKS_MARK}\n\n" + packs_table(), "utf-8")
         return
     made = f"{MARK}\n\n" + table()

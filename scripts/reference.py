@@ -8,6 +8,7 @@ A test compares the pages with what this gives. `scripts/docs` fills in the docs
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -111,6 +112,8 @@ def cli_page() -> str:
     lines += ["", "```text", *map("  ".join, of_runs), "```"]
     lines += ["", "## Options of several commands", "", "```text", *map("  ".join, rest), "```"]
     for names, context in helps.items():
+        if isinstance(context.command, click.Group) and len(names) > 1:
+            continue  # its commands say it all
         own = ["  ".join(record) for record in records[names].items() if record not in shared]
         is_run = all(record in records[names].items() for record in of_runs)
         elsewhere = [record for record in records[names].items() if record in shared]
@@ -291,5 +294,6 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for path, text in pages().items():
         path.write_text(text)

@@ -1,5 +1,7 @@
 """`python -m energon_bridge.compat [--trust-remote-code] (SCRIPT | -m MODULE) [ARGS…]`: run a program as it is.
 
+`python -m energon_bridge.compat --refused` prints the names that raise when they are used, and what to use instead.
+
 The program sees its own `sys.argv` and the `sys.path` that `python SCRIPT` or `python -m MODULE` would give it. Under
 torchrun: `torchrun … -m energon_bridge.compat SCRIPT ARGS…`.
 """
@@ -12,14 +14,23 @@ import sys
 from collections.abc import Sequence
 
 from energon_bridge.compat import install
+from energon_bridge.compat.table import refused
 
-_USAGE = "usage: python -m energon_bridge.compat [--trust-remote-code] (SCRIPT | -m MODULE) [ARGS...]"
+_USAGE = """\
+usage: python -m energon_bridge.compat [--trust-remote-code] (SCRIPT | -m MODULE) [ARGS...]
+       python -m energon_bridge.compat --refused"""
 _TRUST = "--trust-remote-code"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the program that the arguments name, as `__main__`, with `megatron.energon` given by energon_bridge."""
     rest = list(arguments)
+    if rest in (["-h"], ["--help"]):
+        sys.stdout.write(f"{_USAGE}\n")
+        return
+    if rest == ["--refused"]:
+        sys.stdout.writelines(f"{name}: {advice}\n" for name, advice in refused().items())
+        return
     trust = rest[:1] == [_TRUST]
     if trust:
         del rest[0]

@@ -221,41 +221,50 @@ def _refuse(name: str, advice: str) -> Any:
 
 
 _AS_THERE = ""
-_REFUSED = "refused"
 _MEANING = {
     "ours": "`{target}`",
     "adapter": _AS_THERE,
     "value": _AS_THERE,
     "state": "{advice}",
-    "refused": _REFUSED,
+    "refused": "refused",
     "type variable": _AS_THERE,
 }
 
 
-def render() -> str:
-    """Return in Markdown a table of what is known here by another name, and a list of what is refused.
-
-    Names that mean the same are in a row, with modules where they differ. Left out are names of our own, adapters,
-    values and type variables, which programs use as they did; the error of a refused name says what takes its place.
-    """
-    meanings: dict[str, dict[str, str]] = {}
+def _entries() -> dict[str, tuple[NameEntry, str]]:
+    """Return the entry of every name and what it is here; a name stands with its modules where they differ in it."""
+    by_name: dict[str, dict[str, tuple[NameEntry, str]]] = {}
     for module, names in modules().items():
         for name in names:
             entry = describe(name, module)
             meaning = _MEANING[entry.kind].format(target=entry.target.replace(":", "."), advice=entry.advice)
             same = entry.target == f"{_OURS}:{name}"
-            meanings.setdefault(name, {})[module] = _AS_THERE if same else meaning
-    rows: dict[str, set[str]] = {}
-    for name, by_module in meanings.items():
-        differs = len(set(by_module.values())) > 1
-        for module, meaning in by_module.items():
-            rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
-    listed = {
-        meaning: ", ".join(sorted(names, key=lambda name: (name.lower(), name)))
-        for meaning, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
-    }
-    lines = [f"|{names}|{meaning}|" for meaning, names in listed.items() if meaning not in (_AS_THERE, _REFUSED)]
-    return "\n".join(["|names|here|", "|---|---|", *lines, "", f"Refused: {listed[_REFUSED]}."]) + "\n"
+            by_name.setdefault(name, {})[module] = entry, _AS_THERE if same else meaning
+    found: dict[str, tuple[NameEntry, str]] = {}
+    for name, by_module in sorted(by_name.items(), key=lambda item: (item[0].lower(), item[0])):
+        differs = len({meaning for _, meaning in by_module.values()}) > 1
+        found |= {f"{module}.{name}" if differs else name: known for module, known in by_module.items()}
+    return found
+
+
+def refused() -> dict[str, str]:
+    """Return what to use instead of each name that is refused."""
+    return {name: entry.advice for name, (entry, _) in _entries().items() if entry.kind == "refused"}
+
+
+def render() -> str:
+    """Return in Markdown a table of what is known here by another name.
+
+    Names that mean the same are in a row. Left out are those of our own, adapters, values and type variables, which
+    programs use as they did, and refused ones.
+    """
+    rows: dict[str, list[str]] = {}
+    for name, (entry, meaning) in _entries().items():
+        if entry.kind != "refused" and meaning != _AS_THERE:
+            rows.setdefault(meaning, []).append(f"`{name}`")
+    ordered = sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
+    lines = [f"|{', '.join(names)}|{meaning}|" for meaning, names in ordered]
+    return "\n".join(["|names|here|", "|---|---|", *lines, ""])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@
 #   MASTER_ADDR  the name of node 0. The run folder must be on a file system that all nodes share
 #   MASTER_PORT  (default 29500)
 set -euo pipefail
-if [ $# -lt 1 ]; then
+if [ $# -lt 1 ] || [ "${1#-}" != "$1" ]; then
     sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
     exit 2
 fi

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,25 @@ def test_a_program_sees_its_own_arguments(as_module: bool, tmp_path: Path) -> No
 
     run_forked(1, child)
     assert (tmp_path / "out").read_text() == "__main__ 7 ['--a', 'b'] energon_bridge.core.encoder.task_encoder"
+
+
+def test_refused_names_are_listed_with_what_takes_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--refused"])
+    listed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    names = {name: module for module, names in NAMES.items() for name in names}
+
+    def raised() -> dict[str, str]:
+        found = {}
+        for name in sorted(set(listed) & set(names)):
+            value = getattr(import_module(f"megatron.energon.{names[name]}".rstrip(".")), name)
+            with pytest.raises(NotProvidedError) as error:
+                value()
+            found[name] = str(error.value)
+        return found
+
+    messages = installed(raised)
+    assert len(messages) > 150
+    assert {name for name, message in messages.items() if not message.endswith(f"{listed[name]}.")} == set()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--trust-remote-code"], ["-x"], ["missing.py"]])

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 import random
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine import config_of, digest
+from forked import start_forked
 from pictures import noise
 
 from energon_bridge import get_savable_loader
@@ -97,6 +102,57 @@ def delivered(
                 pass
             loader.close()
     return found, states
+
+
+def killed(
+    dataset: DatasetSpec,
+    sizes: Mapping[str, int],
+    steps: int,
+    kills: Mapping[tuple[str, int], int],
+    folder: Path,
+    *,
+    state: Any = None,
+    workers: int = 0,
+    macro: int = 1,
+) -> tuple[dict[str, list[list[Any]]], list[Any], int]:
+    """Run each rank in a process that kills itself, and return what reached the disk.
+
+    Args:
+        steps: After how many steps language ranks write their states.
+        kills: After how many steps a rank's process kills itself, by name and rank.
+        folder: Does not exist yet.
+
+    Returns:
+        As `delivered`, cut to the steps that all ranks have made; the states, none if a language rank was killed before
+        it wrote its own; and these steps.
+    """
+    folder.mkdir()
+
+    def live(name: str, rank: int) -> None:
+        last = kills[name, rank]
+        loader = role_loader(dataset, name, rank, sizes, workers=workers, macro=macro)
+        if state is not None:
+            loader.restore_state_rank(state)
+        stream = iter(loader)
+        with (folder / f"{name}-{rank}").open("wb") as out:
+            for step in range(last):
+                pickle.dump(next(stream).get(name), out)
+                if step + 1 == steps and name == "language":
+                    (folder / f"state-{rank}").write_bytes(pickle.dumps(loader.save_state_rank()))
+            out.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    children = [start_forked(partial(live, *rank)) for rank in kills]
+    ends = [child.result() for child in children]
+    assert ends == [(False, "no result, exit status -9")] * len(ends), ends
+    common = min(kills.values()) // macro * macro
+    found: dict[str, list[list[Any]]] = {name: [[] for _ in range(size)] for name, size in sizes.items()}
+    for name, rank in kills:
+        with (folder / f"{name}-{rank}").open("rb") as file:
+            batches = [pickle.load(file) for _ in range(common)]
+        found[name][rank] = [batch for batch in batches if batch is not None]
+    files = [folder / f"state-{rank}" for rank in range(sizes["language"])]
+    return found, [pickle.loads(file.read_bytes()) for file in files] if all(map(Path.exists, files)) else [], common
 
 
 def plain(dataset: DatasetSpec, ranks: int, steps: int, state: Any = None) -> list[list[Any]]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 
 import pytest
+from forked import run_program
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from paths import REPOSITORY
 
 SHELL_SCRIPTS = [
     ".ci/run",
-    *(f"scripts/{name}" for name in ("bench", "check", "docs", "matrix", "quickstart", "release", "rival-env", "test")),
+    *(f"scripts/{name}" for name in ("bench", "check", "docs", "matrix", "peers-env", "quickstart", "release")),
+    *("scripts/rival-env", "scripts/rival-tests", "scripts/test"),
 ]
 
 
@@ -73,6 +76,28 @@ def test_script(script):
     assert os.access(path, os.X_OK)
     assert "\nset -euo pipefail\n" in path.read_text()
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS[1:])
+def test_help_of_a_shell_script_runs_nothing(script, tmp_path):
+    """Of the programs that it could run, bash finds only what prints the help."""
+    for program in ("basename", "bash", "dirname", "sed"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    command = [shutil.which("bash"), script, "--help"]
+    ran = subprocess.run(command, cwd=REPOSITORY, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    second = (REPOSITORY / script).read_text().splitlines()[1]
+    assert ran.stdout.startswith(second.removeprefix("# "))
+    assert "set -euo" not in ran.stdout
+
+
+@pytest.mark.parametrize("script", ["models.py", "reference.py"])
+def test_help_of_a_script_that_writes_pages_writes_none(script):
+    pages = {path: path.stat().st_mtime_ns for path in (REPOSITORY / "docs").rglob("*") if path.is_file()}
+    ran = run_program([f"scripts/{script}", "--help"], REPOSITORY)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"usage: {script} [-h]")
+    assert {path: path.stat().st_mtime_ns for path in pages} == pages
 
 
 def test_the_changelog_has_a_place_for_the_next_change():

@@ -6,16 +6,19 @@ The right values are the model's own on the same samples without blank media, in
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from families import FAMILIES, chat, encoder_of, model_config_of, model_of, picture, tokenizer_of
-from forked import on_gloo
+from forked import become_rank, free_port, on_gloo, run_forked
+from made import made_once
 from processors import called, conversation, planned
 from test_any_model import MODELS, ONE_QUESTION, REFUSED_PACKS, made, text_alone
 from test_model_inputs import (
@@ -25,18 +28,24 @@ from test_model_inputs import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainingArguments
 
+from energon_bridge import WorkerConfig, get_loader, get_train_dataset
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.conversations.inputs import model_inputs
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.trainers.bridge_encoders import BridgeTaskEncoder
+from energon_bridge.trainers.huggingface import EnergonTrainer
 from energon_bridge.training.config import RunConfig
+from energon_bridge.training.megatron.ranks import cpu_backend
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle
 
 ALL = (*FAMILIES, "llava_next")
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 WITHOUT_TORCHVISION = ("gemma3", "idefics3", "qwen2_audio", "aya_vision", "paddleocr_vl", "minicpmv4_7")
+data = made_once(create_captioning_test_dataset, num_train=40, num_val=4)
 Gradients = dict[str, torch.Tensor | None]
 
 
@@ -234,7 +243,9 @@ def data_of(encoder: Any, rank: int, packed: bool) -> Any:
     return batch_of(encoder, (texts_of if rank % 2 else pictures_of)(encoder), packed)
 
 
-def trained(model: Any, batches: list[Any], tokens: int, parallel: Any) -> list[Any]:
+def trained(
+    model: Any, batches: list[Any], tokens: int, parallel: Any, finish: Callable[[], None] = lambda: None
+) -> list[Any]:
     """Take two steps, and return what each rank had: its loss and the gradients, of the mean over all tokens."""
     found = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -246,6 +257,7 @@ def trained(model: Any, batches: list[Any], tokens: int, parallel: Any) -> list[
             loss = parallel(**inputs).loss * count / tokens
             (loss * (dist.get_world_size() if dist.is_initialized() else 1)).backward()
             sums += float(loss.detach())
+        finish()
         optimizer.step()
         gradients = {name: one.grad for name, one in model.named_parameters()}
         whole = {
@@ -266,9 +278,33 @@ def sharded(model: Any, ranks: int) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
+def on_megatron(model: Any, overlap: bool) -> tuple[Any, Any]:
+    """Wrap a model in megatron-core's DistributedDataParallel; also return what ends the backward pass of a step."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel as Parallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+    buckets = {"overlap_grad_reduce": overlap, "bucket_size": 20_000 if overlap else None}  # several buckets
+    parallel = Parallel(config, DistributedDataParallelConfig(**buckets), model)
+
+    def finish() -> None:
+        parallel.finish_grad_sync()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = parameter.main_grad.clone()
+        parallel.zero_grad_buffer()
+
+    return parallel, finish
+
+
 @pytest.mark.parametrize("ranks", [2, 4] if LONG else [2])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("way", "family"), [("fsdp", "qwen3_vl"), ("ddp", "qwen2_5_vl"), ("fsdp", "llava")])
+@pytest.mark.parametrize(
+    ("way", "family"),
+    [("fsdp", "qwen3_vl"), ("ddp", "qwen2_5_vl"), ("fsdp", "llava"), ("megatron", "llava"), ("overlap", "qwen2_5_vl")],
+)
 def test_ranks_without_pictures_learn_with_the_others(way: str, family: str, packed: bool, ranks: int) -> None:
     plain, blank = encoder_of(family), encoder_of(family, ChatConfig(blank_media="image"))
 
@@ -287,8 +323,13 @@ def test_ranks_without_pictures_learn_with_the_others(way: str, family: str, pac
         torch.set_num_threads(1)
         own = fresh()
         inputs = model_inputs(data_of(blank, rank, packed), own)
-        parallel = sharded(own, ranks) if way == "fsdp" else DistributedDataParallel(own)
-        found = trained(own, [inputs], tokens, parallel)
+        if way in ("megatron", "overlap"):
+            with cpu_backend():
+                found = trained(own, [inputs], tokens, *on_megatron(own, way == "overlap"))
+        else:
+            found = trained(
+                own, [inputs], tokens, sharded(own, ranks) if way == "fsdp" else DistributedDataParallel(own)
+            )
         return [(loss, {name: value.numpy() for name, value in gradients.items()}) for loss, gradients in found]
 
     results = on_gloo(ranks, one)
@@ -298,3 +339,59 @@ def test_ranks_without_pictures_learn_with_the_others(way: str, family: str, pac
         for of_rank in results:
             for name, value in of_rank[step][1].items():
                 close(torch.from_numpy(value), gradients[name])
+
+
+class Turns(ChatTemplateTaskEncoder):
+    """Makes conversations of captions, of which every third has a picture."""
+
+    def preencode_sample(self, sample: Any) -> Any:
+        number = int(sample.__key__[-2:])
+        shown, answer = [(24, "red"), (16, "green"), (16, "blue")][number % 3]
+        images = [picture(shown, 16, answer)] if number % 3 == 0 else []
+        return super().preencode_sample(
+            chat(f"{'<image> ' * len(images)}color?", answer, images=images, key=sample.__key__)
+        )
+
+
+def trainer_steps(data: Path, folder: Path, ranks: int, blank: Any) -> list[Any]:
+    """Return losses and gradient norms of some steps of EnergonTrainer, of the same rows on any number of ranks."""
+    plain = encoder_of("qwen2_5_vl")
+    made = Turns(plain.tokenizer, plain.family, ChatConfig(blank_media=blank))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=5,
+        gradient_accumulation_steps=2 // ranks,
+        learning_rate=0.05,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        max_grad_norm=1e9,
+        ddp_find_unused_parameters=False,  # as with gradient checkpointing; else the Trainer looks for them
+    )
+    config = WorkerConfig(num_workers=0, num_lanes=2)
+    dataset = get_train_dataset(data, batch_size=1, task_encoder=made, worker_config=config)
+    shown = [batch.pixel_values is not None for _, batch in zip(range(10), get_loader(dataset), strict=False)]
+    assert blank or {True, False} in [set(pair) for pair in zip(shown[::2], shown[1::2], strict=True)]
+    model = model_of(model_config_of("qwen2_5_vl", made.tokenizer)).double()
+    trainer = EnergonTrainer(model=model, args=arguments, train_dataset=dataset)
+    trainer.train()
+    return [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
+
+
+def test_energon_trainer_on_ranks_without_pictures(data: Path, tmp_path: Path) -> None:
+    """Two processes with DDP have the steps of one process, which needs no blank pictures."""
+    port = free_port()
+
+    def process(rank: int) -> list[Any]:
+        torch.set_num_threads(1)
+        become_rank(rank, 2, port)
+        return trainer_steps(data, tmp_path, 2, "image")
+
+    wanted = trainer_steps(data, tmp_path, 1, False)
+    for found in run_forked(2, process):
+        for of_step, right in zip(found, wanted, strict=True):
+            assert of_step == pytest.approx(right, rel=1e-6)

@@ -79,6 +79,7 @@ CUT: dict[str, Any] = {
     "a window": llava("<video>\ncolor?", video="film.mp4", window=[0.8, 1.6], trim=True, stop="Main Street"),
     "words apart": llava("<video>\ncolor?", video="film.mp4", **{"Start Time": 0.8, "end-time": 1.6}, duration=2.4),
     "words together": llava("<video>\ncolor?", video="film.mp4", segStart=0.8, segEnd=1.6, time="2024-01-01"),
+    "an arrow": llava("<video>\ncolor?", video="film.mp4", timestamps="00:00:00.800 --> 00:00:01.600"),
     "milliseconds": llava("<video>\ncolor?", video="film.mp4", video_clip_start_ms=800, video_clip_end_ms=1600),
     "offset and duration": llava("<video>\ncolor?", video="film.mp4", offset=0.8, duration=0.8),
     "one for each": talk("<video>color?", videos=["film.mp4"], segments=[[0.8, 1.6]]),
@@ -158,6 +159,9 @@ def test_options_of_videos_are_honoured(tmp_path: Path, media: Path, bundle: Mod
     [
         (llava("<video>color?", video="film.mp4", clip=[2, 1]), r"`clip` is '\[2, 1\]': expected the seconds"),
         (llava("<video>color?", video="film.mp4", timestamps=[0.1, 0.2, 0.3]), "`timestamps` is"),
+        (llava("<video>color?", video="film.mp4", timestamps="00:01 / 00:02"), "`timestamps` is '00:01 / 00:02'"),
+        (llava("<video>color?", video="film.mp4", frame_time=1.5), "`frame_time` is '1.5', one time in the video"),
+        (llava("<video>color?", video="film.mp4", realtime="0:02"), "`realtime` is '0:02', one time in the video"),
         (llava("<video>color?", video="film.mp4", start_frame=3), "`start_frame` counts frames"),
         (
             llava("<video>color?", video="film.mp4", clip=[0, 1], start=1, end=2),

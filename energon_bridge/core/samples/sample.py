@@ -176,6 +176,8 @@ class _Record:
     __slots__ = ()
     # Other names by which `[]` finds a field; a field of that very name takes precedence.
     __aliases__: ClassVar[Mapping[str, str]] = {}
+    # Fields that only the host reads: they are neither pinned nor copied to a device.
+    __on_host__: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -231,7 +233,7 @@ class _Record:
         changed = copy.copy(self)
         # Among the meta fields only the validity mask is a tensor; walking the sources of a large batch costs too much.
         for name in field_names(type(self)):
-            if name not in META_FIELDS or name == "__valid__":
+            if (name not in META_FIELDS or name == "__valid__") and name not in self.__on_host__:
                 object.__setattr__(changed, name, change(getattr(self, name)))
         return changed
 
@@ -441,7 +443,8 @@ def over_tensors(value: Any, change: Callable[[Any], Any], method: str) -> Any:
         return [over_tensors(entry, change, method) for entry in value]
     if is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)
-        for name in field_names(type(value)):
+        on_host = getattr(value, "__on_host__", ())
+        for name in (name for name in field_names(type(value)) if name not in on_host):
             object.__setattr__(record, name, over_tensors(getattr(value, name), change, method))
         return record
     return value

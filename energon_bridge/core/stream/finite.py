@@ -347,7 +347,10 @@ def _sections(
 ) -> Iterator[T]:
     """Yield the result for each section of [0, total), in order; ranks that can reach each other share the work."""
     config = pipeline.settings.config
+    group = config.data_parallel_group
     shared = config.dp_size > 1 and config.serves is None and torch.distributed.is_initialized()
+    # Ranks given as numbers may be some of the job's alone, and no group reaches just them.
+    shared = shared and torch.distributed.get_world_size(group) == config.dp_size
     ranks, rank = (config.dp_size, config.dp_rank) if shared else (1, 0)
     for first in range(0, total, section * ranks):
         start = first + rank * section
@@ -361,5 +364,5 @@ def _sections(
         found: list[Any] = [own]
         if shared:
             found = [None] * ranks
-            torch.distributed.all_gather_object(found, own, group=config.data_parallel_group)
+            torch.distributed.all_gather_object(found, own, group=group)
         yield from (one for one in found if one is not None)

@@ -42,7 +42,7 @@ from energon_bridge.core.stream.watchdog import INDEX, Activities
 Rows = tuple[Slab, Sequence[int]]
 """Where the images of consecutive draws may be decoded to: a slab, and the row of each draw."""
 
-Columns = tuple[list[SampleKey], list[Any], list[int]]
+LoadedColumns = tuple[list[SampleKey], list[Any], list[int]]
 """The restore keys, samples (or `FailedSample`s) and bytes of consecutive draws."""
 
 
@@ -103,7 +103,7 @@ class Parser:
         self.singly = True
         self.barred = frozenset[int]()
 
-    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
+    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> LoadedColumns:
         """Return the restore keys, samples (as `make` returns them) and bytes of draws [low, high) of a round."""
         drawn = buffer.indices[low:high]
         indices = drawn.tolist()

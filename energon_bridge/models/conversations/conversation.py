@@ -11,8 +11,8 @@ and `<audio>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "im
 `videos`, `video`; `audios`, `audio`, `sounds`), from the parts, or, in a crude sample, from its own files. The sound
 track of a video stays with its video.
 
-All other keys of a turn (`tool_calls`, `reasoning_content`, `name`, …) go to the chat template as they are. Those of
-`FLAGS` in `turns` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
+All other keys of a turn (`tool_calls`, `reasoning_content`, `name`, …) go to the chat template as they are. Those that
+`withheld.learned_if` knows also say whether an answer is learned. `system` and `tools` may stand beside the turns.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ from energon_bridge.models.conversations.templates import parsed
 from energon_bridge.models.conversations.turn_media import mismatch, placed
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS as _TURNS,
-    FLAGS,
     ROLES,
     SYSTEMS,
-    WEIGHTS,
     is_learned,
     known_turns,
     listed_tools,
@@ -56,6 +54,7 @@ from energon_bridge.models.conversations.turns import (
     read_turns,
     system_prompt,
 )
+from energon_bridge.models.conversations.withheld import is_weight, learned_if
 
 _logger = logging.getLogger(__name__)
 
@@ -383,7 +382,9 @@ def _known_role(name: str) -> str:
 def _is_learned(role: str, keys: Mapping[str, Any]) -> bool:
     """Return whether the keys of a turn leave it to be learned. Raises SampleError for what cannot be honoured."""
     learned = is_learned(role, keys)
-    if role != "assistant" and (name := next((one for one in WEIGHTS if keys.get(one)), None)):  # it asks for nothing
+    if role != "assistant" and (
+        name := next((one for one in keys if keys[one] and is_weight(one)), None)
+    ):  # it asks for nothing
         warn_once(name, _named, f"turns of {role!r} have {name}={keys[name]!r}; only answers are learned")
     return learned
 
@@ -408,7 +409,7 @@ def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
 
 def template_keys(content: Conversation) -> list[str]:
     """Return the names of what only a chat template can use: further keys of turns, and `tools`."""
-    names = dict.fromkeys([name for turn in content.turns for name in turn.keys if name not in FLAGS])
+    names = dict.fromkeys([name for turn in content.turns for name in turn.keys if learned_if(name) is None])
     return [*names, *(["tools"] if content.tools else [])]
 
 

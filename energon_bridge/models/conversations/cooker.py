@@ -33,7 +33,7 @@ from energon_bridge.models.conversations.conversation import own_media, with_seg
 from energon_bridge.models.conversations.parts import MEDIA, Medium, RawTurn, own_payload, part_kind, part_payload
 from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import is_unanswered, texts_in
-from energon_bridge.models.conversations.turn_media import check_turns, unseen_medium
+from energon_bridge.models.conversations.turn_media import check_other_media, check_turns, unseen_medium
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     PAIRS,
@@ -73,7 +73,9 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
     _check_withheld(sample, content)
     extensions = [name.rpartition(".")[2].lower() for name in (*sample, *texts_in(content.get("images")))]
     media = with_segments(content, {kind: _media(kind, sample, content, turns, stores) for kind in MEDIA}, extensions)
-    if not any(media.values()) and (unseen := unseen_medium(content)):
+    if any(media.values()):
+        check_other_media(content)
+    elif unseen := unseen_medium(content):
         raise SampleError(unseen)
     return ChatSample(
         **basic_sample_keys(sample),

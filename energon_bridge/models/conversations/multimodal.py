@@ -30,9 +30,9 @@ from energon_bridge.models.conversations.layout import MultiModalSampleConfig, R
 from energon_bridge.models.conversations.rendering import ChatRenderer
 from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS, SampleEncoder, read_sample, sample_key
 from energon_bridge.models.conversations.sequences import (
-    Grid,
     MultiModalBatch,
     MultiModalSample,
+    PatchGrid,
     Sequencer,
     mrope_positions,
 )
@@ -311,7 +311,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
         if grids is None:
             return torch.arange(len(tokens)).expand(3, -1)
         types = torch.eq(tokens, self._image_token_id).long().numpy()
-        return mrope_positions(types, {1: [Grid(*grid) for grid in grids.tolist()]}, int(merge_size))
+        return mrope_positions(types, {1: [PatchGrid(*grid) for grid in grids.tolist()]}, int(merge_size))
 
     def _check_something_learned(self, sequence: Sequencer, image_tokens: int) -> None:
         before = len(sequence.tokens)

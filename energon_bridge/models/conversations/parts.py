@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from energon_bridge.core.errors import SampleError
 from energon_bridge.core.format.media import is_base64, kind_by_name
 from energon_bridge.models.conversations.places import Medium as Medium
 from energon_bridge.models.conversations.segments import is_option
+from energon_bridge.models.conversations.withheld import learned_if
 
 MEDIA: tuple[Medium, ...] = ("image", "video", "audio")
 RawTurn = Mapping[str, Any]
@@ -97,25 +99,39 @@ def part_payload(part: Mapping[str, Any], kind: Medium) -> Any:
 
 
 URIS = ("data:image/", "data:video/", "data:audio/")
-NAMES_FILE = re.compile(
-    r"(image|img|picture|photo|video|audio|sound|speech|wav)s?_?(file_?)?(path|name|file|url)?s?|file_?(path|name)?"
-    r"|attachments?|media|files"
+_OF_FILE = re.compile(
+    r"(?:.*_)?(?:image|img|picture|photo|video|audio|sound|speech|wav|frame|screenshot)s?_?\d*(?:_?(?:file_?)?(?:path|name|file|url)?s?)"
+    r"|file_?(?:path|name)?|attachments?|media|files"
 )
+
+
+@lru_cache(maxsize=4096)
+def names_file(key: str) -> bool:
+    """Return whether a key may have the name of an image, video or sound: `image_2`, `left_image`, `video_path`."""
+    return _OF_FILE.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
+
+
+def check_no_flag(part: Any) -> None:
+    """Raise SampleError for a text part that says whether it is learned, as of Axolotl."""
+    if isinstance(part, MAPPING) and (flag := next((one for one in part if learned_if(one) is not None), None)):
+        raise SampleError(
+            f"a text part has {flag}={part[flag]!r}, but turns are learned as a whole or not: make turns of its parts"
+        )
 
 
 def check_no_file(name: str, value: Any, role: str) -> None:
     """Raise SampleError for a key of a turn, or of a pair, with an image, video or sound, which would not be seen."""
-    if value and NAMES_FILE.fullmatch(name.lower()) and _is_file(value):
+    if value and names_file(name) and is_file(value):
         raise SampleError(
             f"a turn of {role!r} has a file in `{name}` ({short(value)}), which would not be seen: list the files of "
             f"all turns in `images`, `videos` or `audios` beside them, or write it as a part of its content"
         )
 
 
-def _is_file(value: Any) -> bool:
+def is_file(value: Any) -> bool:
     """Return whether a value names a medium, or has one: a path, a URL, base64, bytes; of a list or object, any."""
     if isinstance(value, list | tuple | Mapping):
-        return any(map(_is_file, value.values() if isinstance(value, Mapping) else value))
+        return any(map(is_file, value.values() if isinstance(value, Mapping) else value))
     if not isinstance(value, str):
         return isinstance(value, bytes)
     return value.startswith(URIS) or is_base64(value) or kind_by_name(value.partition("?")[0]) is not None

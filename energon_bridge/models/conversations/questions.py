@@ -37,7 +37,8 @@ CONTEXTS = (
 """Columns with a text that stands before the question, in that order."""
 CHOICES = (
     *("options", "choices", "candidates", "endings", "alternatives", "answer_choices", "answer_options"),
-    *("multiple_choices", "possible_answers"),
+    *("multiple_choices", "possible_answers", "choice_list", "choices_list", "option_list", "options_list"),
+    *("mc_options", "mc_choices", "candidate_answers", "answer_candidates"),
 )
 """Columns of lists of choices."""
 _SERIES = re.compile(r"(options?|choices?|opt|op|ending|sol|alternative|answer|ans|a(?=\d)|)[_ ]?([a-j]|\d)")
@@ -182,7 +183,8 @@ def _listed(column: str, value: Any) -> Options | None:
         inner = value.strip()
         parsed = _parsed(inner) if inner[:1] in ("[", "{") and inner[-1:] in ("]", "}") else None
         if parsed is None:
-            return Options((column,), written=inner) if inner else None
+            is_none = inner.lower() in ("", "na", "n/a", "none", "null")  # NA: of M4-Instruct
+            return None if is_none else Options((column,), written=inner)
         value = parsed
     if value is None or (hasattr(value, "__len__") and not len(value)):
         return None

@@ -12,7 +12,8 @@ What looks like a span of times under another name (`relevant_windows`, `ts`, a 
 an error beside a video or sound, which would be learned whole; but if the texts say these times, it is their answer.
 So is another part of a file, which is never cut out:
 
-    crop, roi, region: [x, y, w, h]                                                        beside an image
+    crop, roi, region: [x, y, w, h]                                                        beside an image, a video
+    question_time, frame_time, realtime: 12.5                                              beside a video or sound
     frame_indices: [8, 16], frame_idx: 8                                                   beside a video, a GIF
     channel: 1                                                                             beside a sound
     page: 2                                                                                beside a TIFF
@@ -121,6 +122,12 @@ _PIXELS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _FRAMES = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
 
+_MOMENT = re.compile(
+    r"(at|question|query|ask|frame|cut|current)_time(_?stamp)?|real_?time|(at_|time_)?second|frame_(ts|sec)"
+)
+"""Names of one time: that of the question, or of the frame that it is about."""
+
+
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +233,13 @@ def entry_segments(
     }
     if name := next((name for name in given if segment_meaning(name) == "frames"), None):
         raise SampleError(f"`{name}` counts frames of the {kind}: write the seconds of its segment, as start and end")
+    for name, value in entry.items():
+        time = _time(value) if _MOMENT.fullmatch("_".join(_words(name))) else None
+        if time and not _are_written([time], entry, [name]):
+            raise SampleError(
+                f"`{name}` is {str(value)[:100]!r}, one time in the {kind}, and all of it would be learned: cut it, as "
+                f"segment: [begin, end], or {_without(name)}"
+            )
     segments = _listed_segments(given, kind, there[kind])
     if not segments and (found := _segment(given, is_part=False)) is not None:
         if there[kind] > 1:
@@ -317,6 +331,8 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
         value = entry[names[0]] if len(names) == 1 else [entry[name] for name in names]
         numbers = _box(value, part) or [] if part in ("region", "box") else _whole_numbers(value)
         of_kind: Medium = "audio" if part == "channel" else "image"
+        if part == "region" and not there.get("image"):
+            of_kind = "video"
         is_count = not isinstance(value, list | tuple) and not {"frames", "channels"}.isdisjoint(_words(names[0]))
         if part == "frame" and there.get("video"):
             of_kind = "video"
@@ -426,7 +442,8 @@ def _given_ranges(given: Mapping[str, Any]) -> list[tuple[str, tuple[float, floa
             continue
         if (one := _range(value)) is None:
             known = "_".join(_words(name)).replace("time_stamp", "timestamp")
-            if known in _LOOSE or (isinstance(value, str) and known in _NAMES):
+            is_text = isinstance(value, str) and known in _NAMES and len(_WRITTEN.findall(value)) != 2
+            if known in _LOOSE or is_text:
                 continue  # a date, or the name of a part of the set
             wanted = "expected the seconds of a segment, [begin, end]; if it is something else"
             raise SampleError(f"`{name}` is {str(value)[:100]!r}: {wanted}, {_without(name)}")
@@ -569,7 +586,7 @@ def _is_missing(value: Any) -> bool:
 
 def _range(value: Any) -> _Span | None:
     if isinstance(value, str):
-        value = re.split(r"\s*(?:-|–|,|to)\s*", value.strip("[]() "))
+        value = re.split(r"\s*(?:-+>|-|–|—|→|~|,|;|to|until)\s*", value.strip("[]() "))
     if not isinstance(value, list | tuple) or len(value) != 2:
         return None
     begin, end = map(_time, value)

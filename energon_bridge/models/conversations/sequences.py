@@ -291,7 +291,7 @@ def pad_to(row: Tensor, length: int, value: float) -> Tensor:
 # has tokens. Equal to `get_rope_index` of the models in transformers.
 
 
-class Grid(NamedTuple):
+class PatchGrid(NamedTuple):
     """Patches along time, height and width, and how many positions one step in time takes."""
 
     time: int
@@ -300,7 +300,7 @@ class Grid(NamedTuple):
     interval: float = 1.0
 
 
-def mrope_positions(types: np.ndarray, grids: Mapping[int, Sequence[Grid]], merge_size: int) -> Tensor:
+def mrope_positions(types: np.ndarray, grids: Mapping[int, Sequence[PatchGrid]], merge_size: int) -> Tensor:
     """Return the positions of a sequence, int64 of shape (3, tokens).
 
     Args:

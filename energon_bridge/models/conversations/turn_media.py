@@ -17,12 +17,14 @@ from energon_bridge.core.format.media import is_base64, kind_by_name
 from energon_bridge.models.conversations.parts import (
     MAPPING,
     MEDIA,
-    NAMES_FILE,
     PLACES,
     URIS,
     RawTurn,
     check_no_file,
+    check_no_flag,
+    is_file,
     medium_by_name,
+    names_file,
     own_payload,
     part_kind,
     part_payload,
@@ -49,9 +51,15 @@ from energon_bridge.models.conversations.turns import (
     role_name,
     without,
 )
-from energon_bridge.models.conversations.withheld import is_rejecting
+from energon_bridge.models.conversations.withheld import is_rejecting, learned_if
 
-_THOUGHTS = ("think", "thought", "thoughts", "cot", "chain_of_thought", "thinking_content", "reasoning_text")
+_THOUGHTS = re.compile(
+    r"think|(inner_)?thoughts?|cot|chain_of_thought|scratchpad|(inner_)?monologue|analysis|rationale|deliberation"
+    r"|(reasoning|thinking|thought)_(text|trace|details|steps|process|chain)|thinking_content"
+)
+"""Keys with what an answer thought: no template writes them."""
+_ASIDE = ("channel", "type", "kind")
+"""Keys that may say that a turn is no answer: gpt-oss' `channel: analysis`."""
 _UNSAID = ("refusal", "audio")  # no template writes these
 _INLINE = re.compile(r"<(?:img|image|video|audio)>([^<>]+)</(?:img|image|video|audio)>")  # of Qwen-VL, Qwen-Audio
 _OWN_KEYS = frozenset({"role", "from", "content", "value"})
@@ -71,10 +79,10 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
         first = value[0] if isinstance(value, list) and value else value
         if is_base64(first) or (isinstance(first, str) and first.startswith(URIS)):
             return f"`{name}` has a file in it, which is no part of the sample: convert the list (energon convert)"
-        is_file = isinstance(value, str) and kind_by_name(value) is not None
-        if is_file and (found or NAMES_FILE.fullmatch(name.lower()) or (name in contexts and " " not in str(value))):
+        is_name = isinstance(first, str) and kind_by_name(first) is not None
+        if is_name and (found or names_file(name) or (name in contexts and " " not in str(value))):
             return (
-                f"`{name}` names a file ({short(value)}) that is no part of the sample, and the question would be "
+                f"`{name}` names a file ({short(first)}) that is no part of the sample, and the question would be "
                 "learned without it: convert the list (energon convert), or call the column image, video or audio and "
                 "add an auxiliary store to the mix"
             )
@@ -91,6 +99,17 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
     return unseen and unseen.partition(", or leave this one out")[0]
 
 
+def check_other_media(entry: Mapping[str, Any]) -> None:
+    """Raise SampleError for a numbered column (`image_2`) with a file, which beside other media would not be seen."""
+    for name, value in entry.items():
+        if _SIBLING.fullmatch(name.lower()) and value and is_file(value):
+            raise SampleError(
+                f"`{name}` has a file that would not be seen: list all files in `images`, `videos` or `audios`, or "
+                f"leave it out (energon convert with --ignore {name})"
+            )
+
+
+_SIBLING = re.compile(r"(image|img|picture|photo|video|audio|sound)s?_?\d+(_?(path|name|file|url))?")
 _OF_IMAGES = ("image", "img", "picture", "photo", "coco", "flickr", "vg")
 _NAMES_MEDIUM = re.compile(rf"({'|'.join(_OF_IMAGES)}|video|vid|youtube|yt|audio|audiocap|sound)s?_?ids?")
 
@@ -152,6 +171,7 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             if kind is None or (kind == "text" and text is None):
                 raise SampleError(f"a part of a message is not understood: {short(part)}")
             if text is not None:
+                check_no_flag(part)
                 inline = _INLINE.search(text) if role != "assistant" and "</" in text else None
                 if inline is not None and medium_by_name(inline[1]) is not None:
                     kind = next(kind for kind in MEDIA if kind[:2] == inline[0][1:3])
@@ -173,7 +193,7 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             counts[kind] += 1
         if turn.keys() <= _OWN_KEYS:
             continue
-        if marked := next((key for key in turn if is_rejecting(key, turn[key])), None):
+        if marked := next((key for key in turn if _is_judged_wrong(key, turn[key])), None):
             raise SampleError(
                 f"a turn of {name!r} has {marked}={turn[marked]!r}, and was rejected: take the turn out, or the key"
             )
@@ -190,15 +210,33 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
         raise SampleError(f"the conversation has no answer to learn{flagged}")
 
 
+def _is_judged_wrong(key: str, value: Any) -> bool:
+    return (key == "label" and value is False) or (learned_if(key) is None and is_rejecting(key, value))
+
+
 def _check_reasoning(turn: RawTurn) -> None:
-    """Raise SampleError for reasoning under a key that no template writes, unless the content has it, too."""
-    said = "\n".join(texts_in(content_of(turn)))
-    texts = {key: text.strip() for key in _THOUGHTS if isinstance(text := turn.get(key), str)}
-    if lost := next((key for key, text in texts.items() if text not in said), None):
+    """Raise SampleError for reasoning where no template writes it, unless the content has it, too."""
+    if aside := next((key for key in _ASIDE if str(turn.get(key)).lower() in _THINKING), None):
+        raise SampleError(
+            f"a turn has {aside}={turn[aside]!r}, and would be learned as an answer: write it as reasoning_content of "
+            "the answer that follows, or leave it out"
+        )
+    said = "\n".join(texts_in([content_of(turn), *map(turn.get, SAYING)]))
+    texts = {key: _thoughts_in(value) for key, value in turn.items() if _THOUGHTS.fullmatch(key.lower())}
+    if lost := next((key for key, some in texts.items() if any(one.strip() not in said for one in some)), None):
         raise SampleError(
             f"an answer has reasoning in `{lost}` ({short(turn[lost])}), which would not be learned: call it "
             "reasoning_content, or leave it out"
         )
+
+
+def _thoughts_in(value: Any) -> list[str]:
+    """Return the texts of reasoning: one, or those in a list of objects (OpenRouter's `reasoning_details`)."""
+    ones = value if isinstance(value, list | tuple) else [value]
+    return texts_in([[one.get("text"), one.get("summary")] if isinstance(one, MAPPING) else one for one in ones])
+
+
+_THINKING = ("analysis", "commentary", "thinking", "thought", "thoughts", "reasoning", "think")
 
 
 def check_places(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> None:

@@ -51,6 +51,7 @@ from energon_bridge.models.conversations.questions import (
     unknown_texts,
 )
 from energon_bridge.models.conversations.segments import is_option
+from energon_bridge.models.conversations.withheld import is_rejecting, is_weight, learned_if
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PAIRS = (
@@ -90,14 +91,6 @@ ROLES: Mapping[str, str] = MappingProxyType(
 )
 """The role that each name of a role in data stands for."""
 
-WEIGHTS = ("weight", "loss", "loss_scale")
-FLAGS: Mapping[str, bool] = MappingProxyType(
-    {
-        **dict.fromkeys((*WEIGHTS, "train", "training", "train_on_turn"), True),
-        **dict.fromkeys(("mask", "masked"), False),
-    }
-)
-"""Keys that say whether a turn is learned, and the value of those that are."""
 _DETAILS = ("train_detail", "training_detail")
 
 SAYING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # in place of a content
@@ -127,6 +120,7 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
                 f"turn has it: write it into its turn, or convert the list with --ignore {' --ignore '.join(lost)}"
             )
         turns = known_turns(_listed(entry, name))
+        _check_flags_beside(entry, turns)
         for other in (other for other in CONVERSATIONS if other != name and entry.get(other)):
             said = "\n".join(text for turn in turns for text in _said_by(turn))
             if any(text not in said for turn in known_turns(_listed(entry, other)) for text in _said_by(turn)):
@@ -151,6 +145,21 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
             "and boxes into the texts, as the model has them"
         )
     return turns
+
+
+def _check_flags_beside(entry: Mapping[str, Any], turns: Sequence[RawTurn]) -> None:
+    """Raise SampleError for what says beside the turns which of them are learned: a list, or NeMo's `mask`."""
+    for name, value in entry.items():
+        is_list = isinstance(value, list | tuple) and len(value) > 1 and {*map(str, value)} <= {*_TRUE_OR_NOT}
+        is_role = isinstance(value, str) and ROLES.get(value.lower()) == "assistant"
+        if (is_list or is_role) and (name == "weights" or learned_if(name) is not None):
+            raise SampleError(
+                f"`{name}` is {short(value)} beside {len(turns)} turns, and says which are learned: write it into the "
+                "turns, as weight: 0 or 1, or leave it out (energon convert with --ignore)"
+            )
+
+
+_TRUE_OR_NOT = ("0", "1", "0.0", "1.0", "True", "False")
 
 
 def _said_by(turn: RawTurn) -> list[str]:
@@ -331,7 +340,11 @@ def _turn_kind(turn: Any) -> Literal["text"] | Medium | None:
 
 def _goes_with(turn: RawTurn, before: RawTurn) -> bool:
     """Return whether a call may stand in the turn of the one before: both are learned or not, and no key is lost."""
-    kept = without(turn, "from", "value", "role", "content", *FLAGS)
+    kept = {
+        name: value
+        for name, value in without(turn, "from", "value", "role", "content").items()
+        if learned_if(name) is None
+    }
     is_same = is_learned("assistant", turn) == is_learned("assistant", before)
     return is_same and all(before.get(name) == value for name, value in kept.items())
 
@@ -341,9 +354,9 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
     if details := next((name for name in _DETAILS if turn.get(name)), None):
         raise SampleError(f"a turn has {details}={turn[details]!r}, but turns are learned as a whole or not"[:500])
     said: list[bool] = []
-    for name, meaning in FLAGS.items():
-        value = turn.get(name)
-        if value is None:
+    for name, value in turn.items():
+        meaning = None if value is None else learned_if(name)
+        if meaning is None:
             continue
         # Numbers are weights. For a mask, both 0 and 1 are in use for what is learned.
         if not isinstance(value, bool) and (not meaning or value not in (0, 1)):
@@ -352,7 +365,7 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
                 f"a turn of {role!r} has {name}={value!r}, which cannot be honoured: give {choices}"[:500]
             )
         said.append(bool(value) is meaning)
-        if said[-1] and meaning and role != "assistant" and name not in WEIGHTS:  # those are written with every turn
+        if said[-1] and meaning and role != "assistant" and not is_weight(name):  # those are written with every turn
             raise SampleError(
                 f"a turn of {role!r} has {name}={value!r}, but only answers are learned: give the key to turns of the "
                 "assistant only"
@@ -480,9 +493,15 @@ def _turns_of_pair(
 def _pair_turn(turn: Any) -> list[RawTurn]:
     """Return the two turns of a pair; anything else as it is."""
     if isinstance(turn, Mapping) and (pair := find_pair(turn)) is not None:
+        flags = {}
         for name in turn.keys() - {*pair}:
             check_no_file(name, turn[name], "user")
-        return _turns_of_pair(turn, pair)
+            if learned_if(name) is not None:
+                flags[name] = turn[name]
+            elif is_rejecting(name, turn[name]):
+                raise SampleError(f"a pair has {name}={turn[name]!r}, and was rejected: take the pair out, or the key")
+        *before, answer = _turns_of_pair(turn, pair)
+        return [*before, {**flags, **answer}]
     if isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
         return [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return [turn]

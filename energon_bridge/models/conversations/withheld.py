@@ -1,12 +1,14 @@
-"""Samples that are not to be learned, as columns beside them say: held out for tests, or rejected by annotators.
+"""Samples and turns that are not to be learned, as columns beside them, or keys in them, say.
 
     split, subset, phase, …: test, minival, …; is_test: true    held out, where other rows are not
-    is_rejected, is_precanned, deleted, …: true                 rejected: VizWiz, OpenAssistant
-    is_valid, is_correct, review_result, …: false
+    split, partition: 1, 2, …                                   likewise, beside rows with 0 (CelebA)
+    is_rejected, is_precanned, deleted, exclude, …: true        rejected: VizWiz, OpenAssistant
+    is_valid, is_correct, review_result, keep, …: false
     answer, status, state, verdict, review: reject, …           Prodigy, Argilla
     quality: bad
+    weight, loss, train, …: 0, false                            in a turn: it is not learned (`learned_if`)
 
-Either is an error that names the column. Tables are looked at as a whole when they are opened
+Beside a sample each is an error that names the column. Tables are looked at as a whole when they are opened
 (`tools/convert/table_dataset.py`); of lists and tars, each sample is compared with the first of its file.
 """
 
@@ -22,9 +24,12 @@ from typing import Any
 _SPLITS = re.compile(
     r"(.*_)?splits?(_.*)?|(sub|data)?sets?(_name|_type)?|ds_type|partition(_name)?|usage|phase|fold|train_(or_|val_)?test"
 )
+_HELD = r"test|testing|val|validation|eval|evaluation|dev"
 _FLAGS = re.compile(
-    r"(?:is|for|in)_(train|training|test|testing|val|validation|eval|evaluation|dev|held_?out)(?:_set)?|held_?out|holdout"
+    rf"(?:(?:is|for|in|used?_(?:in|for|as))_(train|training|{_HELD}|held_?out)"
+    rf"(?:_(?:set|split|image|sample|example|row|data))?|held_?out|holdout|{_HELD})"
 )
+_NUMBERED = ("split", "partition", "split_id", "partition_id", "data_split")
 _TRUTH = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 
 
@@ -37,10 +42,14 @@ def split_columns(columns: tuple[str, ...]) -> list[str]:
 
 
 def is_held_out(column: str, value: Any) -> bool | None:
-    """Return whether a row is held out, as its value in one of `split_columns` says; None: that says nothing."""
+    """Return whether a row is held out, as its value in one of `split_columns` says; None: that says nothing.
+
+    Of splits with numbers, 0 is the one to be learned.
+    """
     flag = _FLAGS.fullmatch(column.lower().replace(" ", "_").replace("-", "_"))
     if flag is None:
-        return says_held_out(value) if isinstance(value, str) else None
+        is_number = column.lower() in _NUMBERED and str(value) in ("0", "1", "2", "3")
+        return str(value) != "0" if is_number else says_held_out(value) if isinstance(value, str) else None
     is_set = _truth(value)
     return None if is_set is None else is_set is not (flag[1] or "").startswith("train")
 
@@ -57,7 +66,7 @@ _HELD_OUT = re.compile(
 )
 
 
-_NESTED = ("metadata", "meta", "info", "extra_info")
+NESTED = ("metadata", "meta", "info", "extra_info")
 
 
 def held_out_by(entry: Mapping[str, Any]) -> tuple[str, Any, bool] | None:
@@ -66,9 +75,11 @@ def held_out_by(entry: Mapping[str, Any]) -> tuple[str, Any, bool] | None:
     It may be one inside of metadata (`metadata.split`).
     """
     for column in split_columns(tuple(entry)):
+        if f"{column}_name" in entry:  # the class of a number
+            continue
         if (held_out := is_held_out(column, entry[column])) is not None:
             return column, entry[column], held_out
-    for name in _NESTED:
+    for name in NESTED:
         if isinstance(inner := entry.get(name), Mapping) and (said := held_out_by(inner)) is not None:
             return f"{name}.{said[0]}", *said[1:]
     return None
@@ -94,17 +105,47 @@ def fault_of_split(said: tuple[str, Any, bool] | None, held_out: bool | None) ->
     )
 
 
-# Rejected -------------------------------------------------------------------------------------------------------------
+# Rejected, and not learned --------------------------------------------------------------------------------------------
 
 _VERDICTS = ("answer", "status", "state", "verdict", "review")
 _REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
 _QUALITY = ("bad", "unusable", "rejected", "garbage", "spam")
-_IF_SET = re.compile(r"(?:is_)?(?:rejected|deleted|discarded|removed|precanned|unusable)|discard|is_invalid")
-_IF_NOT_SET = ("is_valid", "is_usable", "usable", "is_correct", "review_result")
+_IF_SET = re.compile(
+    r"(?:(?:is|was|to_be)_)?(?:rejected|deleted|discarded|removed|precanned|unusable|excluded?|skip(?:ped)?|ignored?"
+    r"|dropped|cancell?ed|corrupt(?:ed)?|broken|incorrect)|discard|is_(?:invalid|bad|wrong)"
+)
+_IF_NOT_SET = re.compile(
+    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include"
+)
+_WEIGHTS = re.compile(r"(?:(?:sample|example|row|data|train|training|loss)_)?weight|loss(?:_scale|_mask)?")
+"""Numbers that say how much a sample or turn counts for the loss: 0, and it is not learned."""
+_LEARNED_IF_SET = re.compile(
+    rf"{_WEIGHTS.pattern}|(?:(?:is|to_be|do|use_(?:in|for)|with|has|in|include(?:_in)?|compute|calculate|apply)_)?"
+    r"(?:train(?:ing|ed|able)?|learn(?:ed|able)?|loss|supervised?)(?:_on)?(?:_(?:this_)?(?:turn|message))?"
+)
+_LEARNED_IF_NOT_SET = re.compile(
+    r"(?:is_)?(?:mask|masked|ignore|ignored|exclude|excluded|skip|skipped)(?:_(?:in_|from_|for_)?(?:loss|train|training))?"
+    r"|(?:no|mask|zero)_(?:loss|train|training)|loss_(?:masked|ignored?)"
+)
+
+
+@lru_cache(maxsize=4096)
+def learned_if(key: str) -> bool | None:
+    """Return the value, as a bool, that a key of a turn has in those that are learned; None: it does not say that."""
+    name = key.lower()
+    if _LEARNED_IF_NOT_SET.fullmatch(name):
+        return False
+    return True if _LEARNED_IF_SET.fullmatch(name) else None
+
+
+@lru_cache(maxsize=4096)
+def is_weight(key: str) -> bool:
+    """Return whether a key of a turn is a number, 0 or 1, that may stand in every turn."""
+    return _WEIGHTS.fullmatch(key.lower()) is not None
 
 
 def is_rejecting(column: str, value: Any) -> bool:
-    """Return whether a value of a column says that annotators rejected the sample."""
+    """Return whether a value of a column says that annotators rejected the sample, or that it is not to be learned."""
     if not may_reject(column):
         return False
     name = column.lower()
@@ -114,17 +155,20 @@ def is_rejecting(column: str, value: Any) -> bool:
     if name == "answer_confidence":  # of VQAv2, VizWiz
         return value == "no"
     is_set = _truth(value)
-    return (is_set is True and _IF_SET.fullmatch(name) is not None) or (is_set is False and name in _IF_NOT_SET)
+    if name == "correct" and str(value).strip().lower() not in ("true", "false"):  # the number of a choice
+        return False
+    return is_set is not None and is_set is (_IF_SET.fullmatch(name) is not None)
 
 
 @lru_cache(maxsize=4096)
 def may_reject(column: str) -> bool:
-    """Return whether a column may say that samples are rejected."""
+    """Return whether a column may say that samples are rejected, or not to be learned."""
     name = column.lower()
     return (
-        name in (*_VERDICTS, *_IF_NOT_SET, "answer_confidence")
+        name in (*_VERDICTS, "answer_confidence")
         or name.endswith("quality")
-        or _IF_SET.fullmatch(name) is not None
+        or any(names.fullmatch(name) for names in (_IF_SET, _IF_NOT_SET))
+        or (_FLAGS.fullmatch(name) is None and _LEARNED_IF_SET.fullmatch(name) is not None)
     )
 
 
@@ -134,9 +178,9 @@ def fault_of_verdict(entry: Mapping[str, Any], taken: Collection[str]) -> str | 
     if name is None:
         return None
     other = " (or is it one of the validation set?)" if name.lower() == "is_valid" else ""
+    said = "is not to be learned" if learned_if(name) else "was rejected by those who annotated it"
     return (
-        f"`{name}` is {entry[name]!r}: the sample was rejected by those who annotated it{other}. To take all alike, "
-        f"--ignore {name} (energon convert)."
+        f"`{name}` is {entry[name]!r}: the sample {said}{other}. To take all alike, --ignore {name} (energon convert)."
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.samples import Sample, edataclass
 from energon_bridge.models.conversations.conversation import Kind
-from energon_bridge.models.conversations.sequences import Grid, MultiModalSample, mrope_positions
+from energon_bridge.models.conversations.sequences import MultiModalSample, PatchGrid, mrope_positions
 
 TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE, AUDIO_TYPE = 0, 1, 2, 3
 """Values of `mm_token_type_ids`."""
@@ -190,13 +190,13 @@ def positions_of(sample: PreparedSample, family: Family | None) -> Tensor | None
     """Return the positions on three axes, int64 of shape (3, tokens); None for models without them."""
     if family is None or not family.merge_size:
         return None
-    grids: dict[int, list[Grid]] = {IMAGE_TYPE: [], VIDEO_TYPE: []}
+    grids: dict[int, list[PatchGrid]] = {IMAGE_TYPE: [], VIDEO_TYPE: []}
     for plan in sample.plans:
         time, height, width = plan.grid or (1, 0, 0)
         if plan.kind == "image":
-            grids[IMAGE_TYPE].append(Grid(time, height, width))
+            grids[IMAGE_TYPE].append(PatchGrid(time, height, width))
             continue
         interval = family.tokens_per_second * plan.second_per_grid if family.tokens_per_second else 1.0
         # Separate runs, with times between them, are separate grids.
-        grids[VIDEO_TYPE] += [Grid(time // len(plan.runs), height, width, interval)] * len(plan.runs)
+        grids[VIDEO_TYPE] += [PatchGrid(time // len(plan.runs), height, width, interval)] * len(plan.runs)
     return mrope_positions(sample.mm_token_type_ids.numpy(), grids, family.merge_size)

@@ -33,7 +33,7 @@ from energon_bridge.core.format.checksums import ShardChecksums, read_checksums
 from energon_bridge.core.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.core.format.dataset_config import DatasetConfigs, fields_of
 from energon_bridge.core.format.documents import read_document
-from energon_bridge.core.format.field_map import describe_fields
+from energon_bridge.core.format.field_map import describe_fields, parse_access
 from energon_bridge.core.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.core.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.core.format.media import AV_EXTENSIONS
@@ -52,6 +52,7 @@ from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.models.conversations.parts import MEDIA
 from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
+from energon_bridge.models.conversations.withheld import fault_of_verdict, held_out_by
 from energon_bridge.tools.convert.conversations import is_conversation
 
 _READ_AHEAD = 8 << 20
@@ -102,6 +103,8 @@ class ShardReport:
 
     `blank` are the keys of samples with an empty text, `raw` of those with bytes in a field of tensors, `turned` of
     those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed.
+    Of samples of a field map: `rejected` of those that their JSON says annotators rejected, `held_out` of those that it
+    says are for tests, where others of the shard are not.
     """
 
     shard: str
@@ -111,6 +114,8 @@ class ShardReport:
     raw: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
     unopened: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
 
 
 def lint_parts(
@@ -323,6 +328,8 @@ class _ShardCheck:
         self._problems: list[Problem] = []
         self._blank: list[str] = []
         self._raw: list[str] = []
+        self._rejected: list[str] = []
+        self._held_out: dict[bool, list[str]] = {}
         self._turned: list[str] = []
         self._unopened: list[str] = []
 
@@ -358,9 +365,7 @@ class _ShardCheck:
             if isinstance(row, Exception):
                 self.report(row, key=f"{number:09d}")  # as rows that can be read are called
                 continue
-            report = partial(self.report, key=row.key)
-            is_blank = _check_row(dataset, self._decode, self._cook, row, report, self._raw)
-            self._note(row.key, row.parts, is_blank)
+            self._note(row.key, row.parts, self._check_row(row))
 
     def check_lines(self) -> None:
         """Check the lines of a JSONL file."""
@@ -397,13 +402,73 @@ class _ShardCheck:
             names.append(frozenset(parts))
             for difference in checksums.differences(index, key, parts, complete=True) if checksums else ():
                 self.report(CorruptShardError(difference), key=key)
-            report = partial(self.report, key=key)
-            is_blank = _check_sample(dataset, self._decode, self._cook, index, key, parts, report, self._raw)
-            self._note(key, parts, is_blank)
+            self._note(key, parts, self._check_sample(index, key, parts))
         for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(self._name)):
             self.report(rest, key=keys[number])
         if len(keys) == self._num_checked:
             self._check_excluded(excluded, keys)
+
+    def _check_row(self, row: ForeignRow) -> bool:
+        """Treat a row as training does; return whether it has an empty text."""
+        decoded = self._decoded(row.key, row.parts)
+        if decoded.keys() != row.parts.keys():
+            return _has_blank(decoded)
+        fields = decoded
+        try:
+            if self._dataset.is_crude:
+                self._cook({"__key__": row.key, **decoded})
+            else:
+                fields = field_map_of(tuple(row.fields.items()))(decoded)
+                self._dataset.sample_type(__key__=row.key, **fields)
+                self._raw += [row.key] * _has_raw(self._dataset.sample_type, fields)
+        except Exception as error:  # a sample type may raise anything
+            self.report(error, key=row.key)
+        return _has_blank(fields)
+
+    def _check_sample(self, index: int, key: str, parts: Mapping[str, memoryview]) -> bool:
+        """Decode the parts that training needs, and build the fields; return whether a text is empty."""
+        dataset = self._dataset
+        wanted = wanted_parts(dataset, parts)
+        decoded = self._decoded(key, wanted)
+        if decoded.keys() != wanted.keys():
+            return False
+        fields = decoded
+        try:
+            sample, fields = made_sample(dataset, index, key, decoded)
+            if isinstance(sample, CrudeSample):
+                self._cook(sample)
+            else:
+                self._note_withheld(key, decoded)
+            self._raw += [key] * _has_raw(dataset.sample_type, fields)
+        except FieldAccessError as error:
+            self.report(dataset.missing_field(decoded, parts) or error, key=key)
+        except Exception as error:  # a sample loader can raise anything
+            self.report(error, key=key)
+        return _has_blank(fields)
+
+    def _decoded(self, key: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return parts as training decodes them; those that cannot be are reported, and left out."""
+        decoded: dict[str, Any] = {}
+        for part, data in parts.items():
+            try:
+                decoded[part] = self._decode(part, data) if isinstance(data, memoryview) else data
+            except (EnergonError, ImportError) as error:
+                self.report(error, key=key, part=part)
+        return decoded
+
+    def _note_withheld(self, key: str, decoded: Mapping[str, Any]) -> None:
+        """Note what the JSON beside the fields says: that a sample is rejected, held out, or to be learned."""
+        if (mapped := self._dataset.field_map) is None:
+            return
+        accesses = [parse_access(access, where="", field=field) for field, access in mapped.fields.items()]
+        taken = {step for options in accesses for _, steps in options for step in steps}
+        for content in decoded.values():
+            if not isinstance(content, Mapping):
+                continue
+            beside = {name: value for name, value in content.items() if name not in taken}
+            self._rejected += [key] * (fault_of_verdict(beside, ()) is not None)
+            if (said := held_out_by(beside)) is not None:
+                self._held_out.setdefault(said[2], []).append(key)
 
     def _check_excluded(self, seen: set[str], keys: Sequence[str]) -> None:
         """Report what the split file excludes of the shard, but was not found among its samples."""
@@ -432,6 +497,8 @@ class _ShardCheck:
             raw=(*self._raw,),
             turned=(*self._turned,),
             unopened=(*self._unopened,),
+            rejected=(*self._rejected,),
+            held_out=(*self._held_out[True],) if len(self._held_out) > 1 else (),
         )
 
 
@@ -510,39 +577,6 @@ def _is_turned(parts: Mapping[str, Any]) -> bool:
     return any(is_turned(data) for data in parts.values() if isinstance(data, memoryview))
 
 
-def _check_row(
-    dataset: ForeignDataset,
-    decode: Callable[[str, memoryview], Any],
-    cook: Callable[[Mapping[str, Any]], None],
-    row: ForeignRow,
-    report: Callable[..., None],
-    raw: list[str],
-) -> bool:
-    """Treat a row as training does; return whether it has an empty text. The keys of those with bytes go to `raw`."""
-    decoded: dict[str, Any] = {}
-    for part, data in row.parts.items():
-        try:
-            decoded[part] = decode(part, data) if isinstance(data, memoryview) else data
-        except (EnergonError, ImportError) as error:
-            report(error, part=part)
-    fields = decoded
-    if decoded.keys() != row.parts.keys():
-        return _has_blank(fields)
-    if dataset.is_crude:
-        try:
-            cook({"__key__": row.key, **decoded})
-        except EnergonError as error:
-            report(error)
-    else:
-        try:
-            fields = field_map_of(tuple(row.fields.items()))(decoded)
-            dataset.sample_type(__key__=row.key, **fields)
-            raw += [row.key] * _has_raw(dataset.sample_type, fields)
-        except Exception as error:  # a sample type may raise anything
-            report(error)
-    return _has_blank(fields)
-
-
 def _has_raw(sample_type: type, fields: Mapping[str, Any]) -> bool:
     """Return whether a field of a tensor has bytes: a batch of them and of others cannot be made."""
     declared = describe_fields(sample_type) if is_dataclass(sample_type) else ()
@@ -584,43 +618,6 @@ def read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, me
         for index in range(first, last):
             yield index, data[offsets[index] - start : offsets[index + 1] - start]
         first = last
-
-
-def _check_sample(
-    dataset: PreparedDataset,
-    decode: Callable[[str, memoryview], Any],
-    cook: Callable[[Mapping[str, Any]], None],
-    index: int,
-    key: str,
-    parts: dict[str, memoryview],
-    report: Callable[..., None],
-    raw: list[str],
-) -> bool:
-    """Treat a sample as training does: decode the parts that it needs, build its fields; return if a text is empty.
-
-    The keys of those with bytes in a field of tensors go to `raw`.
-    """
-    decoded: dict[str, Any] = {}
-    complete = True
-    for part, data in wanted_parts(dataset, parts).items():
-        try:
-            decoded[part] = decode(part, data)
-        except (EnergonError, ImportError) as error:
-            report(error, part=part)
-            complete = False
-    if not complete:
-        return False
-    fields = decoded
-    try:
-        sample, fields = made_sample(dataset, index, key, decoded)
-        if isinstance(sample, CrudeSample):
-            cook(sample)
-        raw += [key] * _has_raw(dataset.sample_type, fields)
-    except FieldAccessError as error:
-        report(dataset.missing_field(decoded, parts) or error)
-    except Exception as error:  # a sample loader can raise anything
-        report(error)
-    return _has_blank(fields)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from energon_bridge.tools.cli.prepare_options import (
 )
 
 _MAX_SHOWN = 100
+_TAKEN = f"The field map takes all alike. To leave one out, {LEAVE_OUT}."
 _SURPRISES = {
     "blank": (
         "an empty text",
@@ -42,6 +43,8 @@ _SURPRISES = {
     "raw": ("an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
     "turned": ("an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
     "unopened": ("a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
+    "rejected": ("a key beside its fields by which annotators rejected it", _TAKEN),
+    "held_out": ("a key beside its fields that says it is held out, unlike others of its shard", _TAKEN),
 }
 """The message, with the remedy, for each list of keys in a `ShardReport`."""
 

@@ -34,7 +34,7 @@ from energon_bridge.tools.cli.output import (
     print_pairs,
     print_table,
 )
-from energon_bridge.tools.cli.run_options import open_mix, run_options
+from energon_bridge.tools.cli.run_options import encoder_of_model, load_encoder, open_mix, run_options
 
 if TYPE_CHECKING:
     from energon_bridge.tools.forecast.epochs import Forecast
@@ -64,6 +64,11 @@ _POOR = 0.8
 )
 @click.option("--batch-bytes", type=click.IntRange(min=1), help="Bytes of a microbatch, instead of --bench.")
 @click.option("--grids", metavar="NAME=RANKS,...", help="Encoders on ranks of their own, as language=4,vision=2.")
+@click.option("--encoder", metavar="MODULE:ENCODER", help="With --grids: what ranks hold with this task encoder.")
+@click.option("--processor", metavar="MODEL", help="With --grids: the same for chats of a model of transformers.")
+@click.option(
+    "--feature-bytes", type=click.IntRange(min=1), help="Bytes of a token's features: hidden size x 2, in bf16."
+)
 @run_options
 def command(
     mix: str,
@@ -74,6 +79,9 @@ def command(
     step_seconds: float | None,
     batch_bytes: int | None,
     grids: str | None,
+    encoder: str | None,
+    processor: str | None,
+    feature_bytes: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -89,7 +97,8 @@ def command(
     file of `energon bench --json`, workers, cores, memory and, with --engine ray, what goes over the network.
 
     With --grids it says what a rank of each grid reads and decodes in a step, by the headers of some samples; its ranks
-    of `language` are the world size.
+    of `language` are the world size. With --encoder or --processor, also the most bytes of its batch in the first
+    steps, and the tokens of media whose features go from encoders to the language model; no medium is decoded.
 
     Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
@@ -104,6 +113,10 @@ def command(
         raise click.UsageError(
             f"what workers need follows from {', '.join(asked)} (or --bench): {', '.join(missing)} is not given"
         )
+    if (grids is None and (encoder or processor)) or (encoder and processor):
+        raise click.UsageError("--encoder or --processor, one of them, says what ranks hold with --grids")
+    if feature_bytes and not (encoder or processor):
+        raise click.UsageError("--feature-bytes needs --grids and --encoder or --processor, which count the tokens")
     # They import torch, which no help text needs.
     from energon_bridge.tools.forecast.epochs import forecast
     from energon_bridge.tools.forecast.planned_run import run_of_mix
@@ -117,7 +130,11 @@ def command(
     with names_only():
         run = run_of_mix(open_mix(mix, options))
     result = forecast(run, steps)
-    of_grids = grid_forecast(run, result, sizes) if sizes else []
+    of_grids = []
+    if sizes:
+        made = load_encoder(encoder) if processor is None else encoder_of_model(processor)
+        encoding = None if made is None else open_mix(mix, options, task_encoder=made)
+        of_grids = grid_forecast(run, result, sizes, encoding, feature_bytes)
     given = click.get_current_context().get_parameter_source("num_workers") is not click.core.ParameterSource.DEFAULT
     needs: dict[str, float] = {}
     if step_seconds is not None and steps:
@@ -218,8 +235,10 @@ def _of_store(run: Run, forecast: Forecast, samples_per_batch: float, step_secon
 
 
 def _print_grids(grids: list[GridForecast]) -> None:
+    more = ["holds, at most", "tokens of media"] if grids[0].holds is not None else []
+    more += ["their features"] if grids[0].features is not None else []
     print_table(
-        ("a rank of", "ranks", "language ranks it serves", "samples a step", "media it decodes", "reads, about"),
+        ("a rank of", "ranks", "language ranks it serves", "samples a step", "media it decodes", "reads, about", *more),
         [
             (
                 grid.name,
@@ -228,6 +247,9 @@ def _print_grids(grids: list[GridForecast]) -> None:
                 f"{grid.samples:,.1f}",
                 f"{grid.media:,.1f}",
                 format_bytes(round(grid.reads)),
+                *([] if grid.holds is None else [format_bytes(grid.holds)]),
+                *([] if grid.tokens is None else [f"{grid.tokens:,.1f}"]),
+                *([] if grid.features is None else [format_bytes(round(grid.features))]),
             )
             for grid in grids
         ],

@@ -14,7 +14,14 @@ from typing import Any
 
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, is_base64, kind_by_head, kind_by_name
-from energon_bridge.models.conversations.parts import Medium, medium_by_name, part_kind, part_payload, part_text
+from energon_bridge.models.conversations.parts import (
+    Medium,
+    check_no_flag,
+    medium_by_name,
+    part_kind,
+    part_payload,
+    part_text,
+)
 from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import (
     captions_of,
@@ -26,7 +33,7 @@ from energon_bridge.models.conversations.questions import (
     options_of,
 )
 from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
-from energon_bridge.models.conversations.turn_media import check_places, check_turns, unseen_medium
+from energon_bridge.models.conversations.turn_media import check_other_media, check_places, check_turns, unseen_medium
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     SYSTEMS,
@@ -313,6 +320,7 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
     kind = part_kind(piece)
     text = None
     if kind == "text" and (text := part_text(piece)) is not None:
+        check_no_flag(piece)
         return {"type": "text", "text": text}
     if kind is None or kind == "text":
         raise SampleError(f"a part of a message is not understood: {str(piece)[:200]}")
@@ -421,6 +429,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     Raises SkipSample for a question without an answer among questions that have one.
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
+    asked = {name: value for name, value in row.values.items() if name not in layout.ignored}
     row = by_options(row, layout)
     check_withheld(row, layout)
     if layout.sample_type == "MultiChoiceVQASample":
@@ -443,9 +452,11 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
             return row
         check_turns(turns)
         read_tools(row.values)
-        if not row.files:
+        if row.files:
+            check_other_media(row.values)
+        else:
             _check_no_media(row.values)
-            if unseen := unseen_medium(row.values):
+            if unseen := unseen_medium(asked):  # as it was, before a question and answer became turns
                 raise SampleError(unseen)
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
         there = Counter(_medium(name, one) for name, of in files.items() for one in _several(of))

@@ -39,7 +39,7 @@ from energon_bridge.models.conversations.questions import (
     texts_of,
     unknown_texts,
 )
-from energon_bridge.models.conversations.segments import is_option
+from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turn_media import unseen_medium
 from energon_bridge.models.conversations.turns import (
     BESIDE_PAIRS,
@@ -632,6 +632,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     """
     if layout.question is not None:
         return
+    _check_texts(rows, layout)
     if "label" in layout.fields or "label_name" in layout.fields or "caption" in layout.fields:
         _check_labels(rows, layout, remedy.replace("\\n{question}", ""))
     if not (layout.is_crude or "context" in layout.fields):
@@ -664,6 +665,22 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     for name, texts in short.items():
         if len(texts) < 4 or 2 * len({*texts}) > len(texts):  # else it names categories
             raise SourceError(f"{rows[0].where}: {_beside([name], {name: texts[0]}, None, remedy)}")
+
+
+def _check_texts(rows: Sequence[Row], layout: Layout) -> None:
+    """Raise SourceError if captions or texts are JSON of questions or preferences, as those of RLHF-V."""
+    column = layout.fields.get("caption", layout.fields.get("text", "")).partition("[")[0]
+    for row in rows:
+        text = row.values.get(column)
+        entry: Any = None
+        if isinstance(text, str) and text.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                entry = json.loads(text)
+        if isinstance(entry, Mapping) and is_conversation(entry):
+            raise SourceError(
+                f"{row.where}: `{column}` is JSON with {', '.join(list(entry)[:5])} ({shown(text)}), which would be "
+                "learned as it is: write its entries into columns of these names."
+            )
 
 
 _MAY_BE_JUDGED = ("text", "txt", "title", "prompt", "sentence")
@@ -707,7 +724,10 @@ def _named_contexts(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _check_order(rows: Sequence[Row], layout: Layout) -> None:
-    """Raise SourceError if a question has media in columns whose names, by which they are sorted, are not in order."""
+    """Raise SourceError if a question has media in columns whose names, by which they are sorted, are not in order.
+
+    So it does for one that may be no part of the question: a mask, a map of depths, the picture of the solution.
+    """
     for row in rows:
         if not layout.is_crude or (find_pair(row.values) is None and not has_pairs(row.values)):
             continue
@@ -717,6 +737,15 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
             if name not in layout.ignored and not isinstance(first, tuple):
                 kinds.setdefault(medium_by_name(f"{name}.{first.extension}"), []).append(name)
         for kind, names in kinds.items():
+            other = next(
+                (name for name in names if not _NOT_ASKED_ABOUT.isdisjoint(re.split(r"[\W_\d]+", name.lower()))), ""
+            )
+            if kind is not None and other and len(names) > 1:
+                raise SourceError(
+                    f"{row.where}: a question has {kind}s in the columns {', '.join(names)}, and would be shown all of "
+                    f"them: leave those out that it is not about (energon convert with --ignore {other}), or write the "
+                    f"others into one list `{kind}s`."
+                )
             ordered = sorted(names, key=lambda name: natural_order(f"{name}."))
             if kind is not None and ordered != names and len({re.sub(r"\d+", "", name) for name in names}) > 1:
                 raise SourceError(
@@ -724,6 +753,16 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
                     f"in the order of the names, {', '.join(ordered)}. Write one list `{kind}s` in the right order, or "
                     f"leave columns out (energon convert with --ignore {ordered[0]})."
                 )
+
+
+_NOT_ASKED_ABOUT = frozenset(
+    (
+        *("mask", "masks", "depth", "normals", "edges", "canny", "seg", "segmentation", "heatmap", "saliency"),
+        *("overlay", "annotated", "annotation", "label", "gt", "target", "output", "result", "edited", "negative"),
+        *("answer", "solution", "explanation", "rationale", "thumbnail", "thumb", "preview", "rejected"),
+    )
+)
+"""Words of columns of media that may be the answer to a question, or drawn from its image."""
 
 
 def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, str] | None, remedy: str) -> str:
@@ -761,7 +800,7 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
                 *KNOWN_BESIDE,
                 *row.files,
                 *(pair or ()),
-                *(name for name in row.values if row.files and is_option(name, "video")),
+                *(name for name in row.values if row.files and segment_meaning(name) is not None),
             )
             if pair is None and not has_turns:
                 taken = (*taken, *CONTEXTS, *CHOICES)

@@ -22,9 +22,9 @@ import numpy as np
 from energon_bridge.core.errors import CorruptShardError, SourceError
 from energon_bridge.core.storage import Store
 
-Piece = tuple[Any, int, int]
+ArraySlice = tuple[Any, int, int]
 """Some items of an array: the array, the first of them and their number."""
-Reads = Generator[list[tuple[int, int]], list[bytes], Any]
+ReadSteps = Generator[list[tuple[int, int]], list[bytes], Any]
 """Yields the ranges that it needs next, offset and length, is sent their bytes, and returns an array."""
 
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3  # kinds of messages
@@ -158,7 +158,7 @@ class ArrowFile:
     there: set[int] = field(default_factory=set)
     """Addresses of the buffers that have been read into the memory."""
 
-    def take(self, store: Store, rel: str, pieces: Sequence[Piece]) -> list[Any]:
+    def take(self, store: Store, rel: str, pieces: Sequence[ArraySlice]) -> list[Any]:
         """Return pieces of columns as arrays; raises CorruptShardError if the file has changed, or is damaged."""
         if self.memory is None:
             return [array.slice(first, count) for array, first, count in pieces]
@@ -181,7 +181,7 @@ class ArrowFile:
             raise ValueError(f"a buffer of {buffer.size} bytes is to have {length} at {low}")
         return place, length
 
-    def _taken(self, array: Any, first: int, count: int) -> Reads:
+    def _taken(self, array: Any, first: int, count: int) -> ReadSteps:
         """Return some items of an array, which must start with its buffers."""
         import pyarrow
 
@@ -228,7 +228,7 @@ class ArrowFile:
         blocks = [None if block is None else pyarrow.py_buffer(block) for block in (valid, *data)]
         return pyarrow.Array.from_buffers(kind, count, blocks, children=children)
 
-    def _filled(self, array: Any) -> Reads:
+    def _filled(self, array: Any) -> ReadSteps:
         """Read the whole buffers of an array to their places."""
         assert self.memory is not None
         buffers = [one for one in array.buffers() if one is not None and one.address not in self.there]
@@ -238,7 +238,7 @@ class ArrowFile:
             self.memory[place : place + length] = block
             self.there.add(buffer.address)
 
-    def _viewed(self, block: bytes, buffers: Sequence[Any], valid: bytes | None) -> Reads:
+    def _viewed(self, block: bytes, buffers: Sequence[Any], valid: bytes | None) -> ReadSteps:
         """Return the buffers of views: each has the length of a text, and the text or its buffer and offset."""
         views = np.frombuffer(block, "<i4").reshape(-1, 4).copy()
         if valid is not None:
@@ -253,7 +253,7 @@ class ArrowFile:
         return [views.tobytes(), b"".join(texts)]
 
 
-def _together(parts: Sequence[Reads]) -> Reads:
+def _together(parts: Sequence[ReadSteps]) -> ReadSteps:
     """Return what each of them returns; what they need next is read at once."""
     results: list[Any] = [None] * len(parts)
     blocks: dict[int, Any] = dict.fromkeys(range(len(parts)))

@@ -111,6 +111,7 @@ def _labels(metadata: Mapping[bytes, bytes] | None) -> tuple[tuple[str, tuple[st
 def pyarrow_modules() -> Any:
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigurationError(
@@ -190,6 +191,28 @@ def chunks_of(group: Group, column: str) -> list[Any]:
     file, _ = arrow_file(group.path, group.stamp)
     pieces = [(chunk, 0, len(chunk)) for chunk in file.rows.column(column).chunks]
     return file.take(group.store, _rel(group.store, group.path), pieces)
+
+
+def column_of_groups(groups: Sequence[Group], column: str) -> list[Any]:
+    """Return a column of groups of one file as arrays; `metadata.split` is one inside of another, as a struct has it.
+
+    Raises CorruptShardError.
+    """
+    arrow = pyarrow_modules()
+    outer, _, inner = column.partition(".") if column not in groups[0].columns else (column, "", "")
+    if groups[0].path.endswith(".parquet"):
+        chunks = list(read_row_groups(groups, (outer,)).column(outer).chunks)
+    else:
+        chunks = [chunk for group in groups for chunk in chunks_of(group, outer)]
+    if not inner:
+        return chunks
+    there = [
+        chunk.type.get_field_index(inner) >= 0 if hasattr(chunk.type, "get_field_index") else False for chunk in chunks
+    ]
+    return [
+        arrow.compute.struct_field(chunk, inner) if has else arrow.nulls(len(chunk))
+        for chunk, has in zip(chunks, there, strict=True)
+    ]
 
 
 _TABLES = 2

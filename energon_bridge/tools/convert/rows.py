@@ -469,10 +469,19 @@ def _not_plain(row: Row) -> Any:
         if hasattr(value, "isoformat"):
             return str(value.isoformat())
         if isinstance(value, bytes):
-            raise SourceError(f"{row.where}: bytes of an unknown media format ({value[:8]!r}…).")
+            column = next((name for name, one in row.values.items() if _has(one, value)), "")
+            raise SourceError(
+                f"{row.where}: `{column}` has bytes ({value[:8]!r}…) that are no image, video or sound of the sample, "
+                f"and its JSON cannot have them: leave it out (energon convert with --ignore {column})."
+            )
         return str(value)  # decimals and the like
 
     return refuse
+
+
+def _has(value: Any, inner: bytes) -> bool:
+    ones = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return value is inner or any(_has(one, inner) for one in ones)
 
 
 def check_layout(layout: Layout) -> None:

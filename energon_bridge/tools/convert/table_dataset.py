@@ -50,7 +50,7 @@ from energon_bridge.core.samples import sample_type_by_name
 from energon_bridge.core.storage import OpenFiles, Store, open_store
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.models.conversations.turns import CONVERSATIONS, find_pair
-from energon_bridge.models.conversations.withheld import is_held_out, is_rejecting, may_reject, split_columns
+from energon_bridge.models.conversations.withheld import NESTED, is_held_out, is_rejecting, may_reject, split_columns
 from energon_bridge.tools.convert.arrow import (
     ArrowSource,
     is_saved,
@@ -69,13 +69,12 @@ from energon_bridge.tools.convert.row_groups import (
     Group,
     batch_at,
     batches_of,
-    chunks_of,
+    column_of_groups,
     far_groups,
     groups_of,
     hash_of_tail,
     pyarrow_modules,
     read_group,
-    read_row_groups,
     read_rows,
     release_tables,
     sizes_of,
@@ -210,7 +209,9 @@ def open_tables(
     questions = [layout.answers_as] * (layout.answers_as is not None)
     content = json.dumps([_VERSION, "table", names, counts, sizes, [*chosen, *questions]], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
-    withheld = _withheld(here, columns, groups, wanted, has_splits="" not in known)
+    nested = _nested_splits(next(filter(None, groups)), columns) if "" in known else ()
+    splits = (*split_columns(columns), *nested) if "" in known else ()
+    withheld = _withheld(here, columns, splits, groups, wanted)
     release_tables()  # that were looked at
     return TableDataset(
         path=here,
@@ -227,22 +228,39 @@ def open_tables(
         seen_ends=tuple(_seen_end(store, of_file) for of_file in groups),
         withheld=withheld,
         fields=layout.fields,
-        columns=columns,
+        columns=(*columns, *nested),
         wanted=tuple(name for name in columns if name in wanted),
         media_columns=source.columns,
         group_rows=max(group.num_rows if group.group >= 0 else 0 for of_file in groups for group in of_file),
     )
 
 
+def _nested_splits(groups: Sequence[Group], columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns inside of metadata, such as `metadata.split`, that may say of which split a row is."""
+    found: list[str] = []
+    for name in (name for name in NESTED if name in columns):
+        kinds = [chunk.type for chunk in column_of_groups(groups[:1], name)]
+        inner = tuple(str(field.name) for kind in kinds[:1] if str(kind).startswith("struct") for field in kind)
+        found += [f"{name}.{column}" for column in split_columns(inner)]
+    return (*found,)
+
+
 def _withheld(
-    here: str, columns: Sequence[str], files: Sequence[Sequence[Group]], wanted: Collection[str], *, has_splits: bool
+    here: str,
+    columns: Sequence[str],
+    splits: Sequence[str],
+    files: Sequence[Sequence[Group]],
+    wanted: Collection[str],
 ) -> dict[str, str]:
-    """Return the columns that say that some rows are held out or rejected, each with the complaint about it."""
+    """Return the columns that say that some rows are held out or rejected, each with the complaint about it.
+
+    `splits` are those that may say of which split a row is.
+    """
     taken = {*wanted, *(find_pair(dict.fromkeys(columns, "text")) or ())}
     faults: dict[str, str] = {}
-    for column in () if has_splits else split_columns(tuple(columns)):
+    for column in splits:
         values = {} if column in taken else _seen_values(files, column)
-        said = {value: is_held_out(column, name) for value, name in values.items()}
+        said = {value: is_held_out(column.rpartition(".")[2], name) for value, name in values.items()}
         if {True, False} <= {*said.values()}:
             shown = ", ".join(sorted(str(name) for name in values.values())[:5])
             held_out, learned = ([value for value in values if said[value] is one] for one in (True, False))
@@ -282,14 +300,9 @@ def _seen_values(files: Sequence[Sequence[Group]], column: str) -> dict[Any, Any
     names = dict(groups[0].labels).get(column, ())
     seen: dict[Any, Any] = {}
     for some in _read_together(groups):
-        if column not in some[0].columns:
+        if column.partition(".")[0] not in some[0].columns:
             continue
-        if some[0].path.endswith(".parquet"):
-            chunks = read_row_groups(some, (column,)).column(column)
-        elif some[0].group < 0:
-            chunks = pyarrow_modules().chunked_array(chunks_of(some[0], column))
-        else:
-            chunks = read_group(some[0], (column,)).column(column)
+        chunks = pyarrow_modules().chunked_array(column_of_groups(some, column))
         kind = str(chunks.type)
         kind = str(chunks.type.value_type) if kind.startswith("dictionary") else kind
         first = chunks.slice(0, 100).to_pylist()
@@ -436,15 +449,8 @@ def _labelled(groups: Sequence[Group]) -> set[str]:
 
 def _read_values(dataset: TableDataset, column: str) -> np.ndarray:
     pyarrow_modules()
-    chunks: list[Any] = []
-    for groups in _groups_at(dataset.store, dataset.shard_names)[0]:
-        if not groups:
-            continue
-        if groups[0].path.endswith(".parquet"):
-            chunks += read_row_groups(groups, (column,)).column(column).chunks
-        else:
-            for group in groups:
-                chunks += chunks_of(group, column)
+    of_files = _groups_at(dataset.store, dataset.shard_names)[0]
+    chunks = [chunk for groups in of_files if groups for chunk in column_of_groups(groups, column)]
     return numbers_or_texts(chunks, f"{dataset.path}: the column {column!r}")
 
 

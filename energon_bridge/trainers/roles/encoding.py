@@ -186,6 +186,8 @@ class LaneMedia(Batch):
     `blanks`: what is said of media that are blank since they could not be decoded.
     """
 
+    __on_host__ = frozenset({"input_ids"})
+
     visual_inputs: dict[str, Tensor]
     input_ids: Tensor
     num_tokens: list[int] = field(default_factory=list)

@@ -59,7 +59,8 @@ def mimo_inputs(step: Mapping[str, Any], encoders: Mapping[str, MimoEncoder]) ->
         encoders: Where the media of each grid go, by its name.
 
     Raises:
-        ConfigurationError: The step has media of a grid that `encoders` does not name.
+        ConfigurationError: The step has media of a grid that `encoders` does not name; or the process has both, and the
+            language ranks that it serves have unequal media.
     """
     if missing := sorted(step.keys() - encoders.keys() - {LANGUAGE}):
         raise ConfigurationError(f"mimo_inputs: say in encoders where the media of {', '.join(missing)} go")
@@ -71,6 +72,14 @@ def mimo_inputs(step: Mapping[str, Any], encoders: Mapping[str, MimoEncoder]) ->
         if name == LANGUAGE:
             inputs |= _language(batch)
             continue
+        if LANGUAGE in step and len(set(batch.num_tokens)) > 1:
+            counts = ", ".join(map(str, batch.num_tokens))
+            raise ConfigurationError(
+                f"mimo_inputs: this process has the language model and {name} side by side, and the microbatches that "
+                f"it serves have {counts} tokens of media. megatron-core cuts the features of such a process into "
+                "equal parts: make roles with as many ranks of language as of the encoder and macro=1, put the encoder "
+                "on processes of its own, or cut its features by num_tokens yourself"
+            )
         where = encoders[name]
         if inputs["input_ids"] is None:
             inputs["input_ids"] = _tokens(batch)

@@ -152,16 +152,32 @@ def _grid(name: str, group: Any) -> Grid:
         if rank is not None and not 0 <= rank < size:
             raise ConfigurationError(f"make_roles: {name} has rank {rank} of {size}")
         return Grid(size=size, rank=rank)
-    if hasattr(group, "dim_names"):  # a HyperCommGrid
-        inside = group.is_current_rank_in_grid()
-        of_dims = [name for name in ("dp", "gtp_remat") if name in group.dim_names]
-        size = math.prod(group.shape[group.dim_names.index(name)] for name in of_dims)
-        pg = group.get_pg(of_dims if len(of_dims) > 1 else of_dims[0]) if inside else None
-        return Grid(size=size, rank=None if pg is None else int(pg.rank()), group=pg)
+    if hasattr(group, "dim_names"):
+        return _of_hyper_comm_grid(group)
     world = distributed()
     if group is None or (world is not None and group == world.GroupMember.NON_GROUP_MEMBER):
         return Grid(size=0, rank=None)
     return Grid(size=int(group.size()), rank=int(group.rank()), group=group)
+
+
+def _of_hyper_comm_grid(grid: Any) -> Grid:
+    """Return the data-parallel ranks of a `HyperCommGrid`: `dp`, with the peers of generalised tensor parallelism.
+
+    A grid that has both seldom has a group of both, so the rank is computed: the first dimension is the fastest.
+    """
+    own = torch.distributed.get_rank() - grid.rank_offset
+    inside = 0 <= own < math.prod(grid.shape)
+    rank = 0
+    size = 1
+    dimensions = []
+    for name, length in zip(grid.dim_names, grid.shape, strict=True):
+        own, place = divmod(own, length)
+        if name in ("dp", "gtp_remat") and length > 1:
+            rank += size * place
+            size *= length
+            dimensions.append(name)
+    group = grid.get_pg(dimensions[0]) if inside and len(dimensions) == 1 else None
+    return Grid(size=size, rank=rank if inside else None, group=group)
 
 
 @edataclass
@@ -170,12 +186,14 @@ class EncoderBatch(Batch):
 
     The order is: microbatch, language rank, row, token. `visual_inputs`: what the model's encoder takes, such as
     `pixel_values` and `image_grid_thw`; empty if no row has such media. Lists have an entry for each microbatch of each
-    language rank: `input_ids`, its tokens, int64 (B, S), to count those of media; `num_tokens`, its media's tokens in
-    this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row; `part_tokens`, by kind (`image`,
-    `video`, `audio`), the tokens of each rank that its media are divided between. `blank_media` has the names of the
-    inputs that are of a blank medium, whose features belong to no token. `pixel_norm` is there where pixels are bytes:
-    `normalise_on_device` makes floats of them by it.
+    language rank: `input_ids`, its tokens, int64 (B, S), to count those of media, always on the host; `num_tokens`, its
+    media's tokens in this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row; `part_tokens`,
+    by kind (`image`, `video`, `audio`), the tokens of each rank that its media are divided between. `blank_media` has
+    the names of the inputs that are of a blank medium, whose features belong to no token. `pixel_norm` is there where
+    pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
+
+    __on_host__ = frozenset({"input_ids"})
 
     visual_inputs: dict[str, Tensor]
     input_ids: list[Tensor]
@@ -448,7 +466,7 @@ class RoleLoader:
             loader.close()
 
 
-def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank]) -> EncoderBatch:
+def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank] = ()) -> EncoderBatch:
     """Return the media of some microbatches as one batch, in their order, with those of some blank media it lacks."""
     rows = [lane.visual_inputs for lane in lanes]
     visual = join_visual(rows, [0] * len(rows), count=1) if any(rows) else {}

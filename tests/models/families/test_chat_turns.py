@@ -225,6 +225,15 @@ OFF: list[dict[str, Any]] = [
     {"loss_scale": 0.0},
     {"mask": True},
     {"weight": 0, "train": True},
+    {"loss_mask": 0},
+    {"trainable": False},
+    {"train_on": False},
+    {"include_in_loss": False},
+    {"calculate_loss": 0},
+    {"is_learned": False},
+    {"no_loss": True},
+    {"ignore": True},
+    {"skip_loss": True},
 ]
 ON: list[dict[str, Any]] = [
     {"weight": 1},
@@ -233,6 +242,11 @@ ON: list[dict[str, Any]] = [
     {"loss": True},
     {"mask": False},
     {"loss": None},
+    {"loss_mask": 1},
+    {"trainable": True},
+    {"ignore": False},
+    {"name": "bob"},
+    {"score": 0},
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("assistant", {"weight": 0.5}, r"weight=0\.5, which cannot be honoured: give 0 or 1"),

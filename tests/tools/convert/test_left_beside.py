@@ -63,6 +63,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tools as JSON": (talk(tool_definitions=json.dumps([TOOL])), "call it `tools`"),
     "two conversations": (talk(conversations=[{"from": "human", "value": "Why?"}]), "--ignore conversations"),
     "reasoning": (turn("assistant", thought="It is so."), "call it reasoning_content"),
+    "reasoning by another name": (turn("assistant", analysis="It is so."), "reasoning in `analysis`"),
+    "reasoning of OpenRouter": (
+        turn("assistant", reasoning_details=[{"type": "reasoning.text", "text": "It is so."}]),
+        "reasoning in `reasoning_details`",
+    ),
+    "reasoning as an answer, as of gpt-oss": (turn("assistant", channel="analysis"), "a turn has channel='analysis'"),
+    "which turns are learned": (talk(loss_mask=[0, 1]), "`loss_mask` is [0, 1] beside 2 turns"),
+    "that answers are not, as of NeMo": (talk(mask="Assistant"), "`mask` is 'Assistant' beside 2 turns"),
+    "which parts are, as of Axolotl": (
+        {
+            "messages": [
+                talk()["messages"][0],
+                {"role": "assistant", "content": [{"type": "text", "text": "x", "train": 0}]},
+            ]
+        },
+        "a text part has train=0",
+    ),
+    "a pair that is wrong": (
+        {"qas": [{"question": "What?", "answer": "x", "is_correct": False}]},
+        "a pair has is_correct=False, and was rejected",
+    ),
+    "an answer that is wrong": (turn("assistant", label=False), "a turn of 'assistant' has label=False"),
+    "choices, as of M4-Instruct": (talk(choice_list=["a dog", "a cat"]), "--ignore choice_list"),
     "a sound in a text": (
         {"messages": [{"role": "user", "content": "<audio>a.wav</audio> What?"}, ANSWER]},
         "write '<audio>' there, and its path in `audios`",
@@ -91,6 +114,12 @@ KEPT: dict[str, dict[str, Any]] = {
     ),
     "the same twice": talk(conversations=[{"from": "human", "value": "What?"}, {"from": "gpt", "value": "x"}]),
     "a thought that is in the answer": turn("assistant", thought="x", cot=None),
+    "reasoning twice": turn(
+        "assistant", reasoning="It is so.", reasoning_details=[{"type": "reasoning.text", "text": "It is so."}]
+    ),
+    "no choices": talk(choice_list="NA"),
+    "that questions are not learned": talk(mask="User"),
+    "numbers of turns": talk(loss=[0.5, 1.5], ids=[0, 1]),
     "no image": turn(images=[], image=None, attachments="none"),
 }
 
@@ -263,3 +292,83 @@ def test_the_path_of_a_picture_beside_it_is_only_its_name(tmp_path: Path) -> Non
     assert [(one.context, one.image.shape[1]) for one in delivered(tmp_path / "out")] == [("What is it?", 16)]
     path = table(tmp_path, {**row, "image_path": None, "video_path": "1.mp4"})
     assert "1.mp4" in refused(path, tmp_path / "other", *ALL)
+
+
+@pytest.mark.parametrize("column", ["image_1", "left_image", "question_image", "video_path"])
+def test_questions_are_not_learned_without_the_files_that_columns_name(
+    column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "a.mp4" if column == "video_path" else "a.png"
+    rows = {"pair": {"question": "What?", "answer": "x", column: name}, "turns": talk(**{column: [name]})}
+    for form, row in rows.items():
+        caplog.clear()
+        with pytest.raises(Exception, match="skipped"):
+            delivered(written(tmp_path, [row], f"{form}.jsonl"))
+        assert f"`{column}` names a file ('{name}') that is no part of the sample" in caplog.text
+
+
+def test_numbered_images_beside_a_list_of_images_are_refused(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "<image>What?"}, ANSWER], "image": "a.png", "image_2": "b.png"}
+    path = written(tmp_path, [row])
+    assert "`image_2` has a file that would not be seen" in refused(path, tmp_path / "out", *ALL)
+    convert(path, tmp_path / "out", *ALL, "--ignore", "image_2")
+    assert [len(one.images) for one in delivered(tmp_path / "out")] == [1]
+
+
+@pytest.mark.parametrize("column", ["mask", "solution_image", "thumbnail", "output_image"])
+def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) -> None:
+    """Masks are drawn from the image, and the picture of a solution tells the answer."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    asked = {"question": "What?", "answer": "x"}
+    path = written(tmp_path, [{"image": "a.png", column: "b.png", **asked}])
+    table = tmp_path / "table.parquet"
+    pictures = {"image": {"bytes": picture(0), "path": "0.jpg"}, column: {"bytes": picture(1), "path": "1.jpg"}}
+    parquet.write_table(arrow.Table.from_pylist([{**pictures, **asked}]), table)
+    said = f"images in the columns image, {column}, and would be shown all of them"
+    assert said in refused(path, tmp_path / "out", *ALL)
+    with pytest.raises(SourceError, match=said):
+        delivered(table)
+    convert(path, tmp_path / "out", *ALL, "--ignore", column)
+    (sample,) = delivered(tmp_path / "out")
+    assert sample.image.shape[-2:] == (16, 16)  # of a.png, not the 17 rows of b.png
+    alone = {column: "b.png", **asked}
+    convert(written(tmp_path, [alone]), tmp_path / "alone", *ALL)
+    assert len(delivered(tmp_path / "alone")) == 1
+
+
+def test_files_beside_turns_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pictures = {name: {"bytes": picture(0), "path": "0.jpg"} for name in ("image", "mask")}
+    parquet.write_table(arrow.Table.from_pylist([talk(**pictures)]), tmp_path / "rows.parquet")
+    assert "`mask` has bytes" in refused(tmp_path / "rows.parquet", tmp_path / "out", *ALL)
+    with pytest.raises(Exception, match="skipped"):
+        delivered(tmp_path / "rows.parquet")
+    assert "`mask` has bytes" in caplog.text
+    convert(tmp_path / "rows.parquet", tmp_path / "out", *ALL, "--ignore", "mask")
+    assert [len(one.images) for one in delivered(tmp_path / "out")] == [1]
+
+
+def test_captions_that_are_json_of_questions_are_refused(tmp_path: Path) -> None:
+    """RLHF-V's column `text` has the question, the chosen answer and the rejected one."""
+    texts = [{"question": "What?", "chosen": "x", "rejected": "y"}, {"messages": talk()["messages"]}]
+    for text in texts:
+        for beside in ({"image": "a.png"}, {}):
+            path = written(tmp_path, [{**beside, "text": json.dumps(text)}])
+            assert f"`text` is JSON with {', '.join(text)}" in refused(path, tmp_path / "out", *ALL)
+    menu = json.dumps({"menu": [{"name": "Tea", "price": "3"}]})
+    convert(written(tmp_path, [{"image": "a.png", "text": menu}]), tmp_path / "out", *ALL)
+    assert [one.caption for one in delivered(tmp_path / "out")] == [menu]
+
+
+def test_choices_do_not_hide_that_a_video_is_missing(tmp_path: Path) -> None:
+    """Video-MME, whose answers are letters, so that question and answer are made into turns."""
+    asked = {"question": "What?", "options": ["A. tea", "B. milk"], "answer": "A"}
+    path = written(tmp_path, [{"video_id": f"00{number}", **asked} for number in range(3)])
+    assert "`video_id` ('000') seems to name what the question is about" in refused(path, tmp_path / "out", *ALL)
+
+
+def test_options_of_parts_beside_a_question_are_said_to_be_unused(tmp_path: Path) -> None:
+    path = written(tmp_path, [{"image": "a.png", "question": "What?", "answer": "x", "system": "s", "fps": 2}])
+    assert "not used: fps" in convert(path, tmp_path / "out", *ALL)

@@ -54,6 +54,7 @@ PARTS: list[tuple[str, Any, str, str]] = [
     ("keyframes", [8], "video", "a.mp4"),
     ("sampled_frames", [0, 8], "video", "a.mp4"),
     ("frame", 0, "video", "a.mp4"),
+    ("crop", [1, 2, 30, 40], "video", "a.mp4"),
     ("channel", 1, "audio", "a.wav"),
     ("audio_channel", "left", "audio", "a.wav"),
 ]

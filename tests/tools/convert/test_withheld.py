@@ -30,6 +30,7 @@ def talk(number: int, **beside: Any) -> dict[str, Any]:
 
 
 def table(path: Path, rows: Any, group: int = 1) -> Path:
+    path.parent.mkdir(exist_ok=True)
     rows = arrow.Table.from_pylist(rows) if isinstance(rows, list) else rows
     if path.suffix == ".parquet":
         parquet.write_table(rows, path, row_group_size=group)
@@ -61,6 +62,10 @@ COLUMNS: list[tuple[str, list[Any], int]] = [
     ("Karpathy split", ["train", "restval", "test", "train"], 2),
     ("train_test", ["Train", "Train", "Test", "Train"], 2),
     ("held_out", [False, False, True, False], 2),
+    ("test", [False, False, True, False], 2),
+    ("is_training_image", [1, 1, 1, 0], 3),
+    ("use_for_training", [True, False, True, True], 1),
+    ("partition", [0, 0, 1, 0], 2),
 ]
 """A column, its values, and which row is held out."""
 
@@ -96,6 +101,34 @@ def test_labels_of_splits_have_names(tmp_path: Path) -> None:
     with pytest.raises(UnknownSplitError, match=r"several splits \(test, train\)") as told:
         delivered(path)
     assert [one.text for one in delivered(path, filter=remedies(told.value)[0])] == ["a", "c"]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("name", ["metadata", "extra_info"])
+def test_tables_may_say_it_inside_of_metadata(name: str, suffix: str, tmp_path: Path) -> None:
+    """As MathVista's and verl's do; a row without metadata says nothing."""
+    says: list[Any] = [{"split": "train", "id": 0}, {"split": "test", "id": 1}, None, {"split": "train", "id": 3}]
+    rows = [{"text": f"t{number}", name: inner} for number, inner in enumerate(says)]
+    path = table(tmp_path / f"rows{suffix}", rows)
+    with pytest.raises(UnknownSplitError, match=f"the column `{name}.split` says that rows are of several") as told:
+        delivered(path)
+    chosen, every = remedies(told.value)
+    assert [one.text for one in delivered(path, filter=chosen)] == ["t0", "t3"]
+    assert [one.text for one in delivered(path, filter=every)] == ["t0", "t1", "t3"]
+
+
+def test_tables_some_of_whose_metadata_says_nothing_are_taken(tmp_path: Path) -> None:
+    """Files whose metadata have other fields, or are texts; rows of splits in files of their names."""
+    inner = {"test": {"split": "test"}, "train": {"source": "web"}}
+    for number, metadata in enumerate([{"split": "train"}, {"source": "web"}]):
+        table(tmp_path / "some" / f"{number}.parquet", [{"text": f"t{number}", "metadata": metadata}])
+    assert len(delivered(tmp_path / "some")) == 2
+    assert [one.text for one in delivered(tmp_path / "some", filter="`metadata.split` == 'train'")] == ["t0"]
+    for split, metadata in inner.items():
+        table(tmp_path / "named" / f"{split}.parquet", [{"text": split, "metadata": metadata}] * 2)
+    assert [one.text for one in delivered(tmp_path / "named", "test")] == ["test"] * 2
+    path = table(tmp_path / "texts.parquet", [{"text": "a", "metadata": "split"}, {"text": "b", "metadata": "test"}])
+    assert len(delivered(path)) == 2
 
 
 @pytest.mark.parametrize("splits", [["test", "test"], ["train", "extra"], [None, None], ["a long text " * 9, "test"]])
@@ -204,10 +237,21 @@ MARKS: list[tuple[str, Any, Any]] = [
     ("is_correct", True, False),
     ("quality", "good", "bad"),
     ("status", "submitted", "discarded"),
+    ("exclude", False, True),
+    ("was_cancelled", False, True),
+    ("keep", True, False),
+    ("approved", 1, 0),
+    ("correct", True, False),
+]
+UNLEARNED: list[tuple[str, Any, Any]] = [
+    ("weight", 1.0, 0.0),
+    ("sample_weight", 2, 0),
+    ("train", True, False),
+    ("include_in_loss", True, False),
 ]
 
 
-@pytest.mark.parametrize(("column", "good", "bad"), MARKS)
+@pytest.mark.parametrize(("column", "good", "bad"), [*MARKS, *UNLEARNED])
 def test_rows_that_are_marked_are_not_learned(
     column: str, good: Any, bad: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,7 +259,8 @@ def test_rows_that_are_marked_are_not_learned(
     lines = tmp_path / "rows.jsonl"
     lines.write_text("".join(json.dumps(talk(n, **{column: mark})) + "\n" for n, mark in enumerate(marks)))
     assert [one.messages[0]["content"] for one in learned(lines)] == ["q0", "q2"]
-    assert f"`{column}` is {bad!r}: the sample was rejected" in caplog.text
+    why = "is not to be learned" if (column, good, bad) in UNLEARNED else "was rejected"
+    assert f"`{column}` is {bad!r}: the sample {why}" in caplog.text
     assert f"line 2: `{column}` is {bad!r}" in refused(lines, tmp_path / "out", *ALL)
     convert(lines, tmp_path / "all", *ALL, "--ignore", column)
     assert len(delivered(tmp_path / "all")) == 3
@@ -284,6 +329,11 @@ def test_turns_that_were_rejected_are_refused(
         {"image_quality": 3},
         {"deleted": "no"},
         {"status": "ok"},
+        {"weight": 0.5},
+        {"loss": 1.25},
+        {"correct": 0},
+        {"fold": 3},
+        {"mask": "User"},
     ],
 )
 def test_other_marks_say_nothing(beside: dict[str, Any], tmp_path: Path) -> None:
@@ -366,3 +416,23 @@ def test_answers_without_confidence(door: str, tmp_path: Path) -> None:
         assert answer == "red"
     if door == "images":
         assert "blue" not in sample.answers
+
+
+def test_lint_names_them_beside_the_fields_of_a_field_map(tmp_path: Path) -> None:
+    """A tar prepared by hand, whose JSON has more than the caption; a split that all samples are of says nothing."""
+    says: list[dict[str, Any]] = [
+        {"split": "train"},
+        {"split": "test"},
+        {"meta": {"split": "val"}},
+        {"is_rejected": True},
+    ]
+    fields = ("--sample-type", "TextSample", "--field-map", '{"text": "json[caption]"}')
+    for name, beside in {"mixed": says, "same": [{"split": "test"}] * 2}.items():
+        captions = [json.dumps({"caption": f"c{number}", **one}).encode() for number, one in enumerate(beside)]
+        write_tar(tmp_path / name / "a.tar", [(f"{number}.json", content) for number, content in enumerate(captions)])
+        output_of("prepare", tmp_path / name, "--non-interactive", "--split-ratio", "1,0,0", *fields)
+    told = output_of("lint", str(tmp_path / "mixed"))
+    assert "2 samples with a key beside its fields that says it is held out" in told
+    assert "a.tar/1" in told
+    assert "1 sample with a key beside its fields by which annotators rejected it; the first is a.tar/3" in told
+    assert "held out" not in output_of("lint", str(tmp_path / "same"))

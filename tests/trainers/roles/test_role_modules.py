@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from grids import pictures_dataset, plain
@@ -18,7 +20,13 @@ from families import encoder_of
 from forked import on_gloo
 from grids import without_media
 
-from energon_bridge import EnergonMultiModalDataModule, StageKeys, WorkerConfig, get_train_dataset
+from energon_bridge import (
+    EnergonMultiModalDataModule,
+    StageKeys,
+    WorkerConfig,
+    get_train_dataset,
+    get_val_dataset,
+)
 from energon_bridge.core.encoder.cooking import Cooker
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.conversations.cooker import cook_conversation
@@ -153,6 +161,103 @@ def test_pipeline_stages_get_their_fields(data: Path) -> None:
     assert (batch.tokens is None, batch.labels is None, batch.position_ids is None) == (False, False, True)
     with pytest.raises(ConfigurationError, match="every rank loads what its role needs"):
         module(data, roles, balance="global_batch")
+
+
+def test_tokens_that_are_only_counted_stay_on_the_host(data: Path) -> None:
+    """Both where a trainer copies a batch to its device, and where the loader does."""
+    roles = make_roles(grids={"language": (0, 1), "vision": (0, 1)})
+    train = module(data, roles)
+    step = next(step for step in train.train_dataloader() if step["vision"].visual_inputs)
+    moved = train.transfer_batch_to_device(step, "meta", 0)
+    train.close()
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=24, device="meta")
+    loader = roles.loader(get_train_dataset(data, batch_size=2, task_encoder=task_encoder(), worker_config=config))
+    copied = next(step for step in loader if step["vision"].visual_inputs)
+    loader.close()
+    for there in (moved, copied):
+        assert there["vision"].visual_inputs["pixel_values"].device.type == "meta"
+        assert there["language"].tokens.device.type == "meta"
+        assert all(map(torch.equal, there["vision"].input_ids, step["vision"].input_ids))
+
+
+DIMENSIONS = ["tp", "gtp_remat", "cp", "dp", "pp"]
+GROUPS = [["dp"], ["gtp_remat"], ["dp", "cp"], ["gtp_remat", "dp", "cp"]]
+"""Those of data that Megatron-LM's example of MIMO makes on each grid; none is of `dp` and `gtp_remat` alone."""
+
+
+def test_a_grid_of_megatron_core_tells_ranks_with_peers_of_gtp(data: Path) -> None:
+    core = pytest.importorskip("megatron.core")
+    if core.__version__ < "0.17":
+        pytest.importorskip("einops")
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+
+    def of_rank(rank: int) -> Any:
+        grids = {
+            "language": HyperCommGrid([1, 2, 1, 2, 1], DIMENSIONS, backend="gloo"),
+            "vision": HyperCommGrid([2, 1, 1, 2, 1], DIMENSIONS, rank_offset=4, backend="gloo"),
+        }
+        for grid in grids.values():
+            for dimensions in GROUPS:
+                grid.create_pg(dimensions)
+        found = make_roles(grids=grids).grids
+        told = {name: grid.create_pg(["gtp_remat", "dp"]) for name, grid in grids.items()}
+        own = "language" if rank < 4 else "vision"
+        sizes = {name: grid.size for name, grid in found.items()}
+        return sizes, {name: grid.rank for name, grid in found.items()}, {own: told[own].rank()}
+
+    for rank, (sizes, ranks, told) in enumerate(on_gloo(8, of_rank)):
+        other = "vision" if rank < 4 else "language"
+        assert sizes == {"language": 4, "vision": 2}
+        assert ranks == told | {other: None}
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 2, 1), (2, 3, 1, 2, 2), (1, 1, 2, 4, 1), (2, 1, 1, 1, 2)])
+def test_ranks_of_a_grid_are_those_of_its_enumeration(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As megatron-core enumerates them: the names reversed, those of the group last, over ranks in order."""
+
+    def get_pg(name: str) -> Any:
+        assert [name] in GROUPS
+        return name
+
+    first = 3
+    grid = SimpleNamespace(dim_names=DIMENSIONS, shape=shape, rank_offset=first, get_pg=get_pg)
+    size = shape[1] * shape[3]
+    pp, dp, cp, gtp, tp = range(5)
+    ranks = np.arange(first, first + np.prod(shape)).reshape(shape[::-1])
+    replicas = ranks.transpose(pp, cp, tp, dp, gtp).reshape(-1, size).tolist()
+    for replica in replicas:
+        for place, rank in enumerate(replica):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            found = make_roles(grids={"language": grid, "vision": (None, size)}).grids["language"]
+            assert (found.rank, found.size) == (place, size)
+            assert found.group == (
+                None if shape[1] > 1 < shape[3] or size == 1 else "gtp_remat" if shape[1] > 1 else "dp"
+            )
+    for rank in (first - 1, first + ranks.size):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert make_roles(grids={"language": grid, "vision": (0, size)}).names == ("vision",)
+
+
+def test_ranks_given_as_numbers_validate_packs_alone(data: Path) -> None:
+    """No process group reaches the language ranks only, so none is asked while packs are planned."""
+
+    def of_rank(rank: int) -> list[list[str]]:
+        grids = {"language": (rank, 2), "vision": (None, 1)} if rank < 2 else {"language": (None, 2), "vision": (0, 1)}
+        config = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=24)
+        loader = make_roles(grids=grids).loader(packed_validation(data, config))
+        found = [step["language" if rank < 2 else "vision"].__key__ for step in loader]
+        loader.close()
+        return found
+
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=24)
+    expected = [[batch.__key__ for batch in rank] for rank in plain(packed_validation(data, config), 2, 99)]
+    *language, vision = on_gloo(3, of_rank)
+    assert language == expected
+    assert vision == [[*one, *two] for one, two in zip(*expected, strict=True)]
+
+
+def packed_validation(data: Path, config: WorkerConfig) -> Any:
+    return get_val_dataset(data, batch_size=1, packing_buffer_size=8, task_encoder=task_encoder(), worker_config=config)
 
 
 def test_bytes_of_pixels_become_floats_on_the_device(data: Path) -> None:
