@@ -36,7 +36,7 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.core.loader.document import read_lanes
+from energon_bridge.core.loader.saved_run import read_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.testing import write_shard

@@ -75,6 +75,7 @@ INTEGRATIONS = {
     "Megatron-LM": "trainers.megatron_lm",
     "Megatron-Bridge": "trainers.bridge",
     "Context parallelism": "trainers.context_parallel",
+    "Media of context-parallel ranks": "trainers.context_parallel_media",
     "torchtitan": "trainers.torchtitan",
     "torchft": "trainers.torchft",
     "Weights that follow the losses": "trainers.feedback",

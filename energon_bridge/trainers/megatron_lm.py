@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -25,7 +25,7 @@ import torch
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.encoder.hooks import Hook, is_overridden
 from energon_bridge.core.errors import ConfigurationError, StepMismatchError, check_choice
-from energon_bridge.core.loader.document import State
+from energon_bridge.core.loader.saved_run import State
 from energon_bridge.models.images.devices import normalise_on_device
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule
 from energon_bridge.trainers.rank_files import read_rank_files
@@ -172,7 +172,7 @@ class _Run:
             train = data.train_dataloader()
             train.length = train.length or max(1, len(train.loader))
             self._restore(data, train)
-            train.on_delivery = _with_pixels
+            train.on_delivery = _with_pixels if data.roles is None else _roles_with_pixels
             self._train = SharedStream(train)
         return self._train
 
@@ -181,7 +181,7 @@ class _Run:
             dataloaders = data.val_dataloaders() if self._each else [data.val_dataloader()]
             microbatches = _microbatches_of_full_validation(self._arguments())
             for dataloader in dataloaders:
-                dataloader.on_delivery = _with_pixels
+                dataloader.on_delivery = _with_pixels if data.roles is None else _roles_with_pixels
             for dataloader in dataloaders if microbatches else ():
                 dataloader.length = -(-len(dataloader) // microbatches)
             self._valid = [SharedStream(dataloader) for dataloader in dataloaders]
@@ -220,6 +220,10 @@ def _with_pixels(batch: Any) -> Any:
         return batch
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # without initialising CUDA
     return normalise_on_device(batch, torch.device("cuda", torch.cuda.current_device()) if in_use else None)
+
+
+def _roles_with_pixels(step: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _with_pixels(batch) for name, batch in step.items()}
 
 
 def _megatron_arguments() -> Any:

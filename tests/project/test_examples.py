@@ -111,3 +111,27 @@ def test_a_recipe_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monke
     assert whole[-1] < whole[0]
     assert train("run", 3) == whole[:3]
     assert train("run", 7, "--resume") == whole[3:]
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`", "ignore:.*TypedStorage")
+def test_lightning_with_a_model_of_each_group_goes_on_with_others(tmp_path: Path) -> None:
+    """Two language ranks with one encoder rank, then with two: the losses of one and one."""
+    data = create_captioning_test_dataset(tmp_path / "captions", num_train=24)
+
+    def train(folder: str, steps: int, language: int, vision: int, *options: str) -> list[float]:
+        port = free_port()
+        arguments = ["--data", str(data), "--output", str(tmp_path / folder), "--max-steps", str(steps)]
+
+        def process(rank: int) -> list[float]:
+            torch.set_num_threads(1)
+            become_rank(rank, language + vision, port)
+            return load("lightning_two_groups").main([*arguments, "--language", str(language), *options])
+
+        first, *others = run_forked(language + vision, process)
+        assert others == [first] * len(others)
+        return first
+
+    whole = train("whole", 6, 1, 1)
+    assert whole[-1] < whole[0]
+    assert train("run", 3, 2, 1) == pytest.approx(whole[:3], rel=1e-4)
+    assert train("run", 6, 2, 2, "--resume") == pytest.approx(whole[3:], rel=1e-4)

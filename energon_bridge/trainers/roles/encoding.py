@@ -25,12 +25,14 @@ from energon_bridge.core.encoder.task_encoder import AugmentTaskEncoder
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError
 from energon_bridge.core.samples import Batch, edataclass
 from energon_bridge.core.storage.forks import PerProcess, Threads
+from energon_bridge.models.conversations.blank_media import Blank
 from energon_bridge.models.conversations.conversation import Kind
 from energon_bridge.models.conversations.sample_encoders import sample_key
 from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, join_visual
 from energon_bridge.models.families import ChatTemplateTaskEncoder, ProcessorFamily, VideoFrames
 from energon_bridge.models.families.processor_plans import PROBES
 from energon_bridge.models.families.qwen import DeferredVideo
+from energon_bridge.models.families.rendering import placeholder_tokens
 from energon_bridge.models.families.sound import DeferredSound, Sound
 from energon_bridge.models.families.video import FramesToDecode, decoded, frames_shape
 from energon_bridge.models.families.vision import PreparedSample, positions_of
@@ -99,7 +101,7 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
         if chat._blanks:
             raise ConfigurationError(
                 "roles: blank_media of the ChatConfig would put tokens into rows whose media no encoder rank makes: "
-                "leave it out; an encoder rank without media gives back none"
+                "leave it out, and give blank_media=True to make_roles, which gives them to encoder ranks"
             )
         self.chat = chat
         family = chat.family
@@ -179,6 +181,7 @@ class LaneMedia(Batch):
 
     `visual_inputs`: what the model's encoder takes, in the order of rows and tokens. `num_tokens` and `rows`: of each
     medium, its tokens in the sequence and its row. `input_ids`: the tokens of the whole microbatch, int64 (B, S).
+    `part_tokens`: by kind of medium, the tokens of each part that the media are cut into, this rank's and the others'.
     `blanks`: what is said of media that are blank since they could not be decoded.
     """
 
@@ -188,6 +191,7 @@ class LaneMedia(Batch):
     input_ids: Tensor
     num_tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    part_tokens: dict[str, list[int]] = field(default_factory=dict)
     blanks: list[str] = field(default_factory=list)
     pixel_norm: Tensor | None = None
 
@@ -224,6 +228,14 @@ class MediaTaskEncoder(LanguageTaskEncoder):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"_threads": PerProcess(_threads)}
 
+    def blank_media(self) -> list[Blank]:
+        """Return a blank medium of each of its kinds that the model takes.
+
+        Raises ConfigurationError for a model that sees images through cross-attention.
+        """
+        taken = placeholder_tokens(self.chat.family)
+        return [self.chat._blank(kind) for kind in sorted(self.kinds) if taken.get(kind)]
+
     def encode_batch(self, batch: _Rows) -> LaneMedia:
         """Make the batch of texts as a language rank does, then the media of this rank's part of it."""
         text = super().encode_batch(batch)
@@ -239,7 +251,7 @@ class MediaTaskEncoder(LanguageTaskEncoder):
 
     def _with_media(self, rows: Sequence[_Row], text: Any) -> LaneMedia:
         of_row = [(number, sample) for number, row in enumerate(rows) for sample in row.samples]
-        wanted = self._wanted([sample for _, sample in of_row])
+        wanted, part_tokens = self._cut([sample for _, sample in of_row])
         made, blanks = self._made([sample for _, sample in of_row], wanted)
         given: Callable[[str], Any] = text.get if isinstance(text, dict) else lambda name: getattr(text, name, None)
         tokens = given("tokens") if given("input_ids") is None else given("input_ids")
@@ -248,7 +260,6 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             for (number, sample), places in zip(of_row, wanted, strict=True)
             for place in places
         ]
-        norm = self.chat._norm
         visual = join_visual(made, [0] * len(made), count=1) if any(made) else {}
         return LaneMedia(
             __key__=list(given("__key__")),
@@ -257,23 +268,37 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             input_ids=tokens,
             num_tokens=[tokens for tokens, _ in found],
             rows=[row for _, row in found],
+            part_tokens=part_tokens,
             blanks=blanks,
-            pixel_norm=norm if any(name.startswith("pixel_values") for name in visual) else None,
+            pixel_norm=self.chat._norm,
         )
 
-    def _wanted(self, samples: Sequence[PreparedSample]) -> list[list[int]]:
-        """Return which media of each sample are in this rank's part, as places among its plans."""
-        own = [[place for place, plan in enumerate(one.plans) if plan.kind in self.kinds] for one in samples]
-        # What is cut is a medium, or, where a processor makes those of a sample together, these.
-        units = [[places] * bool(places) if self._of_processor else [[place] for place in places] for places in own]
+    def _cut(self, samples: Sequence[PreparedSample]) -> tuple[list[list[int]], dict[str, list[int]]]:
+        """Cut the media into parts; return this rank's media of each sample, as places among its plans, and the tokens
+        of all parts, by kind.
+        """
         number, parts = self.part
+        # What is cut is a medium, or, where a processor makes those of a sample together, these.
+        units: list[list[list[int]]] = []
+        for sample in samples:
+            places = [place for place, plan in enumerate(sample.plans) if plan.kind in self.kinds]
+            units.append([places] * bool(places) if self._of_processor else [[place] for place in places])
         sizes = [
-            sum(one.plans[place].tokens for place in unit)
-            for one, of_one in zip(samples, units, strict=True)
-            for unit in of_one
+            sum(sample.plans[place].tokens for place in unit)
+            for sample, of_sample in zip(samples, units, strict=True)
+            for unit in of_sample
         ]
-        mine = iter([part == number for part in cut(sizes, parts)])
-        return [[place for unit in of_one if next(mine) for place in unit] for of_one in units]
+        part_of = iter(cut(sizes, parts))
+        wanted: list[list[int]] = []
+        tokens: dict[str, list[int]] = {kind: [0] * parts for kind in sorted(self.kinds)}
+        for sample, of_sample in zip(samples, units, strict=True):
+            wanted.append([])
+            for unit in of_sample:
+                part = next(part_of)
+                wanted[-1] += unit if part == number else []
+                for place in unit:
+                    tokens[sample.plans[place].kind][part] += sample.plans[place].tokens
+        return wanted, tokens
 
     def _made(
         self, samples: Sequence[PreparedSample], wanted: Sequence[Sequence[int]]

@@ -8,7 +8,7 @@
 
 With D language ranks and E ranks of an encoder, one of them divides the other. Of k = D / E, encoder rank e serves the
 language ranks from e k on, up to the next one's. Where there are more encoder ranks, E / D of them in a row share the
-media of one language rank, cut in their order.
+media of one language rank, cut in their order. So do the context-parallel ranks of a replica, with `context_parallel`.
 
 Which samples there are, in which order, packed how, is arithmetic and text, so all ranks know it without a word. The
 state of the run is that of the language ranks; encoder ranks begin where it says, on grids of any size.
@@ -33,6 +33,7 @@ from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.samples import Batch, edataclass
 from energon_bridge.core.worker_config import WorkerConfig, distributed
+from energon_bridge.models.conversations.blank_media import Blank, lacking
 from energon_bridge.models.conversations.sequences import join_visual
 from energon_bridge.trainers.replica import StageKeys
 from energon_bridge.trainers.replica.groups import gathered, parallel_place
@@ -58,9 +59,20 @@ class Grid:
     rank: int | None
     group: Any = None
 
+    def times(self, inner: Grid) -> Grid:
+        """Return the grid in which each rank of this one is all those of another, in their order."""
+        rank = None if self.rank is None or inner.rank is None else self.rank * inner.size + inner.rank
+        return Grid(size=self.size * inner.size, rank=rank)
+
 
 def make_roles(
-    grids: Mapping[str, Any], *, macro: int = 1, stage_keys: StageKeys | None = None, pg_collection: Any = None
+    grids: Mapping[str, Any],
+    *,
+    macro: int = 1,
+    context_parallel: Any = None,
+    blank_media: bool = False,
+    stage_keys: StageKeys | None = None,
+    pg_collection: Any = None,
 ) -> Roles:
     """Return what this process loads, where the language model and encoders have data-parallel ranks of their own.
 
@@ -76,6 +88,12 @@ def make_roles(
             it or is of a later pipeline stage of an encoder, passes None or `(None, size)`. If one passes None, all
             processes must call this, after torch.distributed is initialised.
         macro: Microbatches whose media an encoder rank gets at once.
+        context_parallel: The context-parallel group of this process, or its rank and size, where its ranks divide the
+            media of their replica: whole media in their order, cut into runs of level tokens. Encoders then have the
+            data-parallel ranks of `language`. None: each context-parallel rank gets all of them.
+        blank_media: Whether an encoder rank without media of a kind gets a blank one, so that its encoder runs, as FSDP
+            and DDP need it. Its features belong to no token: `part_tokens` leaves them out, `gather_features` drops
+            them.
         stage_keys: The fields of a language batch that each pipeline stage of the language model gets; None: all.
         pg_collection: megatron-core's `ProcessGroupCollection` of the language model, whose `pp` tells the stage.
 
@@ -106,8 +124,24 @@ def make_roles(
                 f"make_roles: {name} has {grid.size} data-parallel ranks and language {size}: one number must divide "
                 "the other, so that whole ranks serve whole ranks"
             )
+    if context_parallel is not None:
+        found = _with_context_parallel(found, _grid("context_parallel", context_parallel))
     keys = None if stage_keys is None else stage_keys.of(*parallel_place("pp", pg_collection))
-    return Roles(grids=found, macro=check_number("make_roles: macro", macro, 1), keys=keys)
+    macro = check_number("make_roles: macro", macro, 1)
+    return Roles(grids=found, macro=macro, blank_media=blank_media, keys=keys)
+
+
+def _with_context_parallel(grids: Mapping[str, Grid], context: Grid) -> dict[str, Grid]:
+    """Return the grids with each rank of an encoder divided between the context-parallel ranks of its replica."""
+    size = grids[LANGUAGE].size
+    if not context.size or any(grid.size != size for grid in grids.values()):
+        sizes = ", ".join(f"{name} {grid.size}" for name, grid in grids.items())
+        raise ConfigurationError(
+            f"make_roles: context_parallel has {context.size} ranks, and the grids {sizes}: the context-parallel ranks "
+            "of a replica encode its own media, so give each encoder the data-parallel ranks of language, and "
+            "context_parallel the group that this process is of"
+        )
+    return {name: grid if name == LANGUAGE else grid.times(context) for name, grid in grids.items()}
 
 
 def _grid(name: str, group: Any) -> Grid:
@@ -153,8 +187,10 @@ class EncoderBatch(Batch):
     The order is: microbatch, language rank, row, token. `visual_inputs`: what the model's encoder takes, such as
     `pixel_values` and `image_grid_thw`; empty if no row has such media. Lists have an entry for each microbatch of each
     language rank: `input_ids`, its tokens, int64 (B, S), to count those of media, always on the host; `num_tokens`, its
-    media's tokens in this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row. `pixel_norm`
-    is there where pixels are bytes: `normalise_on_device` makes floats of them by it.
+    media's tokens in this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row; `part_tokens`,
+    by kind (`image`, `video`, `audio`), the tokens of each rank that its media are divided between. `blank_media` has
+    the names of the inputs that are of a blank medium, whose features belong to no token. `pixel_norm` is there where
+    pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
 
     __on_host__ = frozenset({"input_ids"})
@@ -164,6 +200,8 @@ class EncoderBatch(Batch):
     num_tokens: list[int]
     num_media: list[int]
     row_tokens: list[list[int]] = field(default_factory=list)
+    part_tokens: list[dict[str, list[int]]] = field(default_factory=list)
+    blank_media: list[str] = field(default_factory=list)
     pixel_norm: Tensor | None = None
 
 
@@ -174,11 +212,13 @@ class Roles:
     Args:
         grids: The grids by name.
         macro: Microbatches whose media an encoder rank gets at once.
+        blank_media: Whether an encoder rank without media of a kind gets a blank one.
         keys: The fields of a language batch that this process needs; None: all.
     """
 
     grids: Mapping[str, Grid]
     macro: int = 1
+    blank_media: bool = False
     keys: frozenset[str] | None = None
 
     @property
@@ -245,14 +285,14 @@ class Roles:
         if not self.names:
             raise ConfigurationError("roles: this process is of none of the grids, so it loads nothing")
         loaders = {}
+        blank = {}
         for name in self.names:
             config = self.worker_config(name, dataset.worker_config)
-            spec = replace(
-                dataset.with_settings(task_encoder=self.task_encoder(name, dataset.settings.task_encoder)),
-                worker_config=config,
-            )
+            encoder = self.task_encoder(name, dataset.settings.task_encoder)
+            blank[name] = encoder.blank_media() if self.blank_media and name != LANGUAGE else []
+            spec = replace(dataset.with_settings(task_encoder=encoder), worker_config=config)
             loaders[name] = get_savable_loader(spec, worker_config=config, **options)
-        return RoleLoader(loaders, self)
+        return RoleLoader(loaders, self, blank)
 
 
 def _language_first(name: str) -> tuple[bool, str]:
@@ -267,14 +307,18 @@ class RoleLoader:
     Args:
         loaders: The loader of each role.
         roles: Those of the process.
+        blank_media: Blank media of each role, for steps without any.
 
     Attributes:
         blanks: Media that were delivered blank since they could not be decoded.
     """
 
-    def __init__(self, loaders: Mapping[str, SavableDataLoader], roles: Roles) -> None:
+    def __init__(
+        self, loaders: Mapping[str, SavableDataLoader], roles: Roles, blank_media: Mapping[str, Sequence[Blank]]
+    ) -> None:
         self.loaders = loaders
         self.roles = roles
+        self._blank_media = blank_media
         self.blanks = 0
         self._first: SavableDataLoader = next(iter(loaders.values()))
         self._step: dict[str, Any] = {}
@@ -344,7 +388,7 @@ class RoleLoader:
                 self._note(error)
         if not lanes:
             return False
-        self._step[name] = joined(lanes)
+        self._step[name] = joined(lanes, self._blank_media[name])
         self._left[name] = len(lanes) // served - 1
         self._lanes[name] = []
         return True
@@ -422,10 +466,13 @@ class RoleLoader:
             loader.close()
 
 
-def joined(lanes: Sequence[LaneMedia]) -> EncoderBatch:
-    """Return the media of some microbatches as one batch, in their order."""
+def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank] = ()) -> EncoderBatch:
+    """Return the media of some microbatches as one batch, in their order, with those of some blank media it lacks."""
     rows = [lane.visual_inputs for lane in lanes]
     visual = join_visual(rows, [0] * len(rows), count=1) if any(rows) else {}
+    blank = {name: value for one in lacking(blanks, visual) for name, value in one.media.items()}
+    visual |= blank
+    has_pixels = any(name.startswith("pixel_values") for name in visual)
     by_row = []
     for lane in lanes:
         counts = [0] * len(lane.input_ids)
@@ -440,5 +487,7 @@ def joined(lanes: Sequence[LaneMedia]) -> EncoderBatch:
         num_tokens=[sum(lane.num_tokens) for lane in lanes],
         num_media=[len(lane.num_tokens) for lane in lanes],
         row_tokens=by_row,
-        pixel_norm=next((lane.pixel_norm for lane in lanes if lane.pixel_norm is not None), None),
+        part_tokens=[lane.part_tokens for lane in lanes],
+        blank_media=sorted(blank),
+        pixel_norm=lanes[0].pixel_norm if has_pixels else None,
     )
