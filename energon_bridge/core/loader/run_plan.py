@@ -32,6 +32,7 @@ _FEWEST_GROUPS = 4
 
 
 PACKING_BUFFERS = "packing_buffers"
+PACK_LIMITS = "pack_limits"
 """The number of packing buffers of a run: of small data there are fewer than lanes (`stream/dealt_packs.py`)."""
 
 
@@ -218,6 +219,8 @@ def plan_run(
         if not data.ends:
             buffers = packing_buffers(data, lanes) if buffers is None else buffers
             settings |= {PACKING_BUFFERS: buffers} if buffers else {}
+            limits = getattr(getattr(data.settings.task_encoder, "packer", None), "limits", None)
+            settings |= {PACK_LIMITS: ", ".join(f"{limits[name]} {name}" for name in sorted(limits))} if limits else {}
     if data.settings.max_tokens_per_microbatch is not None:
         settings |= {"max_tokens_per_microbatch": data.settings.max_tokens_per_microbatch}
     if data.kind != "finite":
