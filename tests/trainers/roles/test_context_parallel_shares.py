@@ -175,7 +175,9 @@ def test_videos_sounds_and_what_a_processor_makes(tmp_path: Path, media: str) ->
     talks.write_talks(tmp_path)
     encoder = talks.talk_encoder(tmp_path, media, (), False, (Cooker(cook_conversation),))
     if media == "omni":  # videos are heard: the tokens of their sounds are between those of their frames
-        encoder = type(encoder)(encoder.tokenizer, encoder.family, replace(encoder.config, video_sound=True))
+        encoder = type(encoder)(
+            encoder.tokenizer, encoder.family, replace(encoder.config, video_sound=True, max_sound_seconds=1.0)
+        )
     dataset = dataset_of(tmp_path / "talks" / media, encoder)
     whole = plain(dataset, 1, STEPS)[0]
     name = {"sound": "audio", "omni": "media"}.get(media, "vision")
