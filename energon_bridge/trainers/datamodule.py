@@ -134,7 +134,8 @@ class EnergonMultiModalDataModule(_Base):
         balance: `global_batch`: the data-parallel ranks share each global batch of training out, so that all have the
             same work (see `make_balance`). It needs `global_batch_size`; all processes must ask for the data in the
             same order; states exist after whole global batches only. `none`: each rank runs what it loads.
-        balance_cost: A function of a batch, default `BatchCost()`, its tokens: see `make_balance`.
+        balance_cost: A function of a batch, default `BatchCost()`, its tokens: see `make_balance`. With `roles`, of a
+            batch without media.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
         roles: From `make_roles`, where encoders and the language model have data-parallel ranks of their own. Batches
             are then dicts, with one for each role of this process.
@@ -317,9 +318,9 @@ class EnergonMultiModalDataModule(_Base):
             setattr(self, name, check_number(where, getattr(self, name), least, optional=name not in _NEEDED))
         self.stage_keys = stage_keys
         self.roles = roles
-        if roles is not None and (replica_loading == "one_rank" or balance != "none" or validate_each_dataset):
+        if roles is not None and (replica_loading == "one_rank" or validate_each_dataset):
             raise ConfigurationError(
-                "roles: every rank loads what its role needs, so replica_loading='one_rank', balance and "
+                "roles: every rank loads what its role needs, so replica_loading='one_rank' and "
                 "validate_each_dataset have no place beside them: leave them out"
             )
         self.validate_each_dataset = validate_each_dataset
@@ -563,7 +564,7 @@ class EnergonMultiModalDataModule(_Base):
 
     def _balancing(self) -> Balance | None:
         """Return how the data-parallel ranks balance their microbatches; None if they do not."""
-        if self._balance is None and self.balance == "global_batch":
+        if self._balance is None and self.balance == "global_batch" and self.roles is None:
             self._balance = make_balance(
                 self.balance_cost,
                 pg_collection=self.pg_collection,
@@ -642,7 +643,8 @@ class EnergonMultiModalDataModule(_Base):
             dataset = self.datasets_provider(worker_config, split)
         on_mismatch = self._on_mismatch if split == "train" else "refuse"  # a state is only ever of training data
         if self.roles is not None:
-            return self.roles.loader(dataset, on_mismatch=on_mismatch, **self._open_loader.keywords)
+            cost = self.balance_cost if split == "train" and self.balance == "global_batch" else None
+            return self.roles.loader(dataset, balance=cost, on_mismatch=on_mismatch, **self._open_loader.keywords)
         return self._open_loader(dataset, worker_config=worker_config, on_mismatch=on_mismatch)
 
     def _finite(self, split: Literal["val", "test"]) -> EnergonDataloader:
