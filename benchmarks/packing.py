@@ -12,6 +12,7 @@ that of plain batches.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -35,7 +36,7 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.core.loader.document import read_lanes
+from energon_bridge.core.loader.saved_run import read_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.testing import write_shard
@@ -272,4 +273,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

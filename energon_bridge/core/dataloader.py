@@ -36,9 +36,9 @@ from energon_bridge.core.errors import (
     check_choice,
 )
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import FORMAT
 from energon_bridge.core.loader.no_dataloader import NotForDataLoader
 from energon_bridge.core.loader.savable import LOADER_IS_NO_DATASET
+from energon_bridge.core.loader.saved_run import FORMAT
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples.showing import counted, described
 

@@ -77,7 +77,7 @@ def share_media(batch: Any, *, rank: int, size: int, merge_size: int, blank_medi
             part_tokens[kind][part] += count
         mine = [number for number, part in enumerate(place) if part == rank]
         own += [of_kind[number] for number in mine]
-        if blank_media and not mine:
+        if blank_media and of_kind and not mine:
             mine = [of_kind.index(min(of_kind))]
             blank += _names(kind)
         if mine:

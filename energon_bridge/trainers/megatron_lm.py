@@ -25,7 +25,7 @@ import torch
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.encoder.hooks import Hook, is_overridden
 from energon_bridge.core.errors import ConfigurationError, StepMismatchError, check_choice
-from energon_bridge.core.loader.document import State
+from energon_bridge.core.loader.saved_run import State
 from energon_bridge.models.images.devices import normalise_on_device
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule
 from energon_bridge.trainers.rank_files import read_rank_files

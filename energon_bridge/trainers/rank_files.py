@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from energon_bridge.core.errors import MissingRankError, StateError, StateFormatError, StepMismatchError
-from energon_bridge.core.loader.document import State, read_lanes
+from energon_bridge.core.loader.saved_run import State, read_lanes
 from energon_bridge.core.loader.state_files import read_states
 
 T = TypeVar("T")

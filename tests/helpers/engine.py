@@ -22,9 +22,9 @@ import torch
 from energon_bridge import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, get_train_dataset
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.delivery import Delivery
-from energon_bridge.core.loader.document import read_leaves
 from energon_bridge.core.loader.processes import Board
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import read_leaves
 from energon_bridge.core.loader.transport import Arena, BatchMessage, Outbox, unpack
 from energon_bridge.core.loader.workers import Work, outgoing
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset

@@ -229,7 +229,11 @@ def assert_same_run(
                 got = join_visual(made, [0] * len(made), count=1) if made else {}
                 assert got.keys() == expected.keys(), (name, group, step)
                 assert all(torch.equal(got[key], expected[key]) for key in got), (name, group, step)
+                for lane, said in enumerate(pieces[0].part_tokens):
+                    tokens = [sum(of_part) for of_part in zip(*said.values(), strict=True)]
+                    assert tokens == [piece.num_tokens[lane] for piece in pieces], (name, group, step)
                 for piece in pieces:
+                    assert piece.part_tokens == pieces[0].part_tokens
                     assert all(map(torch.equal, piece.input_ids, [lane.tokens for lane in lanes]))
 
 

@@ -20,7 +20,7 @@ from transformers.utils import chat_template_utils
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.core.encoder.task_encoder import AugmentTaskEncoder
 from energon_bridge.core.errors import ConfigurationError, SettingMismatchError, StateFormatError
-from energon_bridge.core.loader.document import read, write
+from energon_bridge.core.loader.saved_run import read, write
 from energon_bridge.core.samples import CaptioningSample
 from energon_bridge.models.conversations import templates
 from energon_bridge.models.conversations.layout import ConversationTemplateConfig, MultiModalSampleConfig

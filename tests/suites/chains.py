@@ -58,9 +58,9 @@ from talks import missing
 
 from energon_bridge import EnergonError, cyclic_iter
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import read_lanes, read_leaves
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import read_lanes, read_leaves
 from energon_bridge.trainers.feedback import DoReMi, MixFeedback
 
 Bans = list[tuple[int, list[str]]]

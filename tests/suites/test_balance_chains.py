@@ -27,8 +27,8 @@ from sized import Sized, sets_of, write_sized
 
 from energon_bridge import EnergonError, get_train_dataset
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import read_lanes
 from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.loader.saved_run import read_lanes
 from energon_bridge.trainers.replica import balance as balance_module, balanced as balanced_module
 from energon_bridge.trainers.replica.balance import Balance, balanced
 from energon_bridge.trainers.replica.exchange import Move, unpack

@@ -15,8 +15,8 @@ from chains import DifferenceError, run_chain, tried
 from engine import deliver, loaders_of
 from mixing import mix_data, mixed
 
-from energon_bridge.core.loader.document import read_leaves
 from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.loader.saved_run import read_leaves
 
 CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 24))
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))

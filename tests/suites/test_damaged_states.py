@@ -16,9 +16,9 @@ from hostile import LONG, Note, damaged_value, limited, seed_of
 
 from energon_bridge import SavableDataLoader, get_savable_loader
 from energon_bridge.core.errors import EnergonError, StateError, StateFormatError
-from energon_bridge.core.loader import document
-from energon_bridge.core.loader.document import LONGEST_COLUMN, decode_column, encode_column, encode_text, read, sign
+from energon_bridge.core.loader import saved_run
 from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.loader.saved_run import LONGEST_COLUMN, decode_column, encode_column, encode_text, read, sign
 
 SHARDS = [30, 41]
 
@@ -279,7 +279,7 @@ def test_restoring_unpacks_each_column_once(data: Path, state: Any, monkeypatch:
         return decode_column(text, *args, **kwargs)
 
     loader = loader_of(data)
-    monkeypatch.setattr(document, "decode_column", counting)
+    monkeypatch.setattr(saved_run, "decode_column", counting)
     loader.restore_state_rank(state)
     counts, lanes = state["leaves"]["counts"].values(), state["lanes"].values()
     columns = [state["leaves"]["num_samples"], state["leaves"]["blocks"], *counts]

@@ -19,7 +19,7 @@ from made import made_once
 
 from energon_bridge import Blender, DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, DatasetMismatchError, EnergonError
-from energon_bridge.core.loader.document import read_lanes, read_leaves
+from energon_bridge.core.loader.saved_run import read_lanes, read_leaves
 from energon_bridge.tools.testing import create_captioning_test_dataset
 
 NUM_TRAIN, NUM_VAL = 24, 5

@@ -17,8 +17,8 @@ from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.key_index import find_keys, local_key_index, stale_key_index
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.core.format.tar_index import scan_tar
-from energon_bridge.core.loader.document import SavedRun
 from energon_bridge.core.loader.run_plan import RunPlan
+from energon_bridge.core.loader.saved_run import SavedRun
 from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.order.changes import Ban, LeafBans, new_keys, with_ban, with_samples
 from energon_bridge.core.order.rng import IntArray

@@ -22,7 +22,7 @@ from energon_bridge.core.errors import (
     StepMismatchError,
     called,
 )
-from energon_bridge.core.loader.document import (
+from energon_bridge.core.loader.saved_run import (
     OF_THE_RUN,
     WHAT_A_STATE_IS,
     SavedOut,
@@ -274,7 +274,7 @@ def _out_of(runs: Sequence[SavedRun]) -> SavedOut | None:
 
 
 def merge(states: Sequence[Any]) -> State:
-    """Return one document for the states of some or all ranks of a run.
+    """Return one state for the states of some or all ranks of a run.
 
     Raises:
         StepMismatchError: They are at different microbatches.
@@ -282,8 +282,8 @@ def merge(states: Sequence[Any]) -> State:
     """
     saved = read_all(states)
     if len(states) == 1:
-        document: State = states[0]
-        return document
+        state: State = states[0]
+        return state
     return write(saved)
 
 

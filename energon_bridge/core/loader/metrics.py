@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from energon_bridge.core.errors import ErrorRateError
-from energon_bridge.core.loader.document import State
 from energon_bridge.core.loader.pool import WorkerPool
 from energon_bridge.core.loader.position import Position
+from energon_bridge.core.loader.saved_run import State
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.failures import FailureLog
 from energon_bridge.core.stream.leaf import Leaf

@@ -22,9 +22,9 @@ import torch
 
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, MissingRankError, WrongUseError
-from energon_bridge.core.loader.document import COUNTED, SavedOut, SavedRun
 from energon_bridge.core.loader.ranks import gathered
 from energon_bridge.core.loader.run_data import RunData
+from energon_bridge.core.loader.saved_run import COUNTED, SavedOut, SavedRun
 from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.choose import Picks
 from energon_bridge.core.stream.finite import mask_loss

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, cast
 
 from energon_bridge.core.errors import ConfigurationError, check_number
-from energon_bridge.core.loader import document as doc
+from energon_bridge.core.loader import saved_run
 from energon_bridge.core.loader.bans import (
     banned_of,
     checked_keys,
@@ -77,7 +77,7 @@ class Position(ABC):
         self.counts = Counts()
         self.out: Outstanding | None = None
         self._bans: tuple[Ban, ...] = ()
-        self._parked: list[doc.State] = []
+        self._parked: list[saved_run.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
         # States have the marks of the data as it is now: until the first is saved, it may be written again.
         _ = plan.data.marks
@@ -221,7 +221,7 @@ class Position(ABC):
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def rows(self) -> list[doc.State]:
+    def rows(self) -> list[saved_run.State]:
         """Return a row per leaf as `leaf_rows` describes, plus `encoded_again`, which is not part of the state.
 
         It counts the samples that were encoded again since this loader was made or restored, because they waited in a
@@ -229,14 +229,14 @@ class Position(ABC):
         """
         again = [self.counts.of(leaf)[-1] for leaf in range(len(self.plan.leaves))] + [0] * len(self._parked)
         samples = [float(number) for number in self.plan.data.epoch_samples] + [0.0] * len(self._parked)
-        rows = zip(doc.leaf_rows(self.saved()), again, samples, strict=True)
+        rows = zip(saved_run.leaf_rows(self.saved()), again, samples, strict=True)
         return [row | {"encoded_again": number, "epoch_samples": of_epoch} for row, number, of_epoch in rows]
 
-    def document(self) -> doc.State:
+    def state(self) -> saved_run.State:
         """Return the state of this rank."""
-        return doc.write(self.saved())
+        return saved_run.write(self.saved())
 
-    def saved(self) -> doc.SavedRun:
+    def saved(self) -> saved_run.SavedRun:
         """Return the contents of this rank's state."""
         lanes = {lane: self.lane_state(lane) for lane in self.own_lanes}
         if self._parked:
@@ -254,7 +254,7 @@ class Position(ABC):
             for leaf, row in enumerate(self.plan.table)
         ]
         leaves += self._parked
-        return doc.SavedRun(
+        return saved_run.SavedRun(
             kind=self.plan.data.kind,
             num_lanes=self.plan.num_lanes,
             microbatches=self.microbatches,
@@ -270,7 +270,7 @@ class Position(ABC):
             ranks=None if self.by_lane else (1, self._ranks),
         )
 
-    def go_on_from(self, saved: doc.SavedRun, on_mismatch: OnMismatch) -> None:
+    def go_on_from(self, saved: saved_run.SavedRun, on_mismatch: OnMismatch) -> None:
         """Continue from a state; if it does not fit, nothing changes.
 
         Raises:
@@ -303,7 +303,9 @@ class Position(ABC):
         banned = banned_of(saved, bans, data.leaves) if bans else {}
         buffers = saved.settings.get(PACKING_BUFFERS) or 0
         if buffers and num_lanes % buffers:
-            raise doc.damaged(f"settings.{PACKING_BUFFERS}", f"should divide the {num_lanes} lanes, found {buffers}")
+            raise saved_run.damaged(
+                f"settings.{PACKING_BUFFERS}", f"should divide the {num_lanes} lanes, found {buffers}"
+            )
         self.plan = self.plan.recut(num_lanes, changes, blocks, buffers).with_banned(banned)
         if taken is not None:
             day.settle(taken)  # workers begin anew, with the encoder as it is then
@@ -318,7 +320,9 @@ class Position(ABC):
         own = len(lanes) == len(self.own_lanes) if self.by_lane else saved.ranks == (1, self._ranks)
         self._take_over(saved.leaves, lanes, counts=own or self._rank == 0, changed=bool(difference))
 
-    def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
+    def _take_over(
+        self, saved: list[saved_run.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool
+    ) -> None:
         """Continue each leaf from the saved state; new leaves start fresh, and removed ones are parked."""
         place = {row["identity"]: number for number, row in enumerate(saved)}
         kept = [place.pop(row["identity"], None) for row in self.plan.table]

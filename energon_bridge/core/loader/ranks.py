@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from energon_bridge.core.errors import ConfigurationError, LoaderError
-from energon_bridge.core.loader.document import State
 from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.loader.saved_run import State
 
 
 def agreed(what: str, own: int, choose: Callable[[list[int]], int], ranks: int, group: Any) -> int:

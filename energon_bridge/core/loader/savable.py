@@ -16,7 +16,7 @@ import torch
 import torch.utils.data
 
 from energon_bridge.core.errors import ConfigurationError, WrongUseError, check_choice, check_number
-from energon_bridge.core.loader import document as doc
+from energon_bridge.core.loader import saved_run
 from energon_bridge.core.loader.advice import advise
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.delivery import Delivery, Iteration
@@ -191,15 +191,15 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def save_state_rank(self) -> doc.State:
+    def save_state_rank(self) -> saved_run.State:
         """Return the state of this rank: its lanes as delivered. Takes no communication."""
-        return self._position.document()
+        return self._position.state()
 
-    def snapshot(self) -> Callable[[], doc.State]:
+    def snapshot(self) -> Callable[[], saved_run.State]:
         """Return a function that returns the state of this rank as it is now; it costs little until it is called."""
-        return self._position.copied().document
+        return self._position.copied().state
 
-    def counters(self) -> list[doc.State]:
+    def counters(self) -> list[saved_run.State]:
         """Return what each leaf gave to this rank since the run began: a row of plain values for each.
 
         A sample counts when its microbatch is delivered, not when a worker has made it. A state keeps the counters, and
@@ -227,7 +227,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return found if self._position.out is None else found | self._position.out.metrics()
 
     def restore_state_rank(
-        self, state: doc.State | Sequence[doc.State], *, on_mismatch: OnMismatch | None = None
+        self, state: saved_run.State | Sequence[saved_run.State], *, on_mismatch: OnMismatch | None = None
     ) -> None:
         """Continue from a state: that of this rank, a global one, or a list of states of several ranks.
 
@@ -362,7 +362,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             raise WrongUseError("this loader does not keep what it delivers: pass keep_until_done=True when making it")
         return self._position.out
 
-    def save_state_global(self, global_dst_rank: int | None = None) -> doc.State | None:
+    def save_state_global(self, global_dst_rank: int | None = None) -> saved_run.State | None:
         """Return the state of the whole run; every rank must call it.
 
         Args:
@@ -372,7 +372,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             self.save_state_rank(), self.config.dp_size, self.config.data_parallel_group, global_dst_rank
         )
 
-    def restore_state_global(self, state: doc.State | None, *, src_rank: int | None = None) -> None:
+    def restore_state_global(self, state: saved_run.State | None, *, src_rank: int | None = None) -> None:
         """Continue from the state of a whole run.
 
         Args:
@@ -387,7 +387,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             raise ConfigurationError("restore_state_global: pass a state, or the src_rank that sends one")
         self.restore_state_rank(state)
 
-    def state_dict(self) -> doc.State:
+    def state_dict(self) -> saved_run.State:
         """Return the state of the whole run if the ranks can reach each other, else of this rank."""
         if self.config.dp_size > 1 and not torch.distributed.is_initialized():
             return self.save_state_rank()
@@ -395,7 +395,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         assert state is not None
         return state
 
-    def load_state_dict(self, state: doc.State) -> None:
+    def load_state_dict(self, state: saved_run.State) -> None:
         """Continue from what `state_dict` returned, on any number of ranks."""
         self.restore_state_rank(state)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from energon_bridge.core.errors import StateError, StateFormatError
-from energon_bridge.core.loader.document import FORMAT, State, read
+from energon_bridge.core.loader.saved_run import FORMAT, State, read
 
 _MAX_DEPTH = 8
 _USUAL = "dataloader_state_dict"

@@ -1,7 +1,7 @@
 """Summarises states: counters per leaf, the position of a run, how two states differ.
 
-Everything comes from the document alone; no dataset is opened. Numbers are exact: draws are summed over the lanes in
-the document, counters over the ranks in it.
+Everything comes from the state alone; no dataset is opened. Numbers are exact: draws are summed over the lanes in
+it, counters over the ranks in it.
 """
 
 from __future__ import annotations
@@ -9,37 +9,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from energon_bridge.core.loader.document import COUNTED, SavedRun, State, leaf_rows, read
 from energon_bridge.core.loader.fits import diff_leaves
+from energon_bridge.core.loader.saved_run import COUNTED, SavedRun, State, leaf_rows, read
 from energon_bridge.core.stream.state import COUNTERS
 
 _RUN_SETTINGS = ("kind", "num_lanes")
 
 
-def summarize(document: State) -> State:
+def summarize(state: State) -> State:
     """Return a state as plain values: versions, position, lanes, settings, weights set, bans and leaves."""
-    return _summary(document, read(document))
+    return _summary(state, read(state))
 
 
-def _summary(document: State, saved: SavedRun) -> State:
+def _summary(state: State, saved: SavedRun) -> State:
     lanes = saved.lanes
     rows = leaf_rows(saved)
     endless = saved.kind == "train"
-    missing = sorted(set(range(document["num_lanes"])) - lanes.keys()) if endless else []
+    missing = sorted(set(range(state["num_lanes"])) - lanes.keys()) if endless else []
     names = ("format", "format_version", "order_version", "kind", "num_lanes", "microbatches")
     return {
-        **{name: document[name] for name in names},
-        "epoch": document["epoch"],
-        "epoch_steps": document["epoch_steps"],
+        **{name: state[name] for name in names},
+        "epoch": state["epoch"],
+        "epoch_steps": state["epoch_steps"],
         "draws": sum(lane.draw for lane in lanes.values()) if endless else None,
         "held": sum(len(lane.held.rows) for lane in lanes.values()),
         "out": None if saved.out is None else dict(zip(COUNTED, (len(saved.out.rows), *saved.out.counts), strict=True)),
         "totals": {name: sum(row[name] for row in rows) for name in COUNTERS},
         "missing_lanes": missing,
-        "settings": dict(document["settings"]),
+        "settings": dict(state["settings"]),
         "weights": [
             {"from_draw": draw, "weights": dict(zip((row["identity"] for row in rows), weights, strict=False))}
-            for draw, weights in document["weights"]
+            for draw, weights in state["weights"]
         ],
         "bans": [
             {"from_draw": ban.start, "keys": list(ban.keys), "dataset": ban.dataset or None} for ban in saved.bans
@@ -48,10 +48,10 @@ def _summary(document: State, saved: SavedRun) -> State:
     }
 
 
-def rank_of(document: State) -> tuple[int, int] | None:
+def rank_of(state: State) -> tuple[int, int] | None:
     """Return the rank and number of ranks of the state of one rank if its lanes tell; else None."""
-    numbers = sorted(read(document).lanes)
-    count = document["num_lanes"]
+    numbers = sorted(read(state).lanes)
+    count = state["num_lanes"]
     if len(numbers) == count or not numbers:
         return None
     # A rank has every R-th lane. A single lane leaves the number of ranks open.
@@ -59,7 +59,7 @@ def rank_of(document: State) -> tuple[int, int] | None:
     even = count % ranks == 0
     if numbers != list(range(numbers[0], count, ranks)) or (len(numbers) == 1 and not even):
         return None
-    return (numbers[0] - (document["microbatches"] if even else 0)) % ranks, ranks
+    return (numbers[0] - (state["microbatches"] if even else 0)) % ranks, ranks
 
 
 def difference(then: State, now: State) -> State:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.loader.document import State
 from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.loader.saved_run import State
 from energon_bridge.core.loader.state_files import read_states
 from energon_bridge.core.mix import parse_weight
 from energon_bridge.core.stream.state import OVER_LONG

@@ -17,7 +17,7 @@ from energon_bridge.tools.cli.prepare_options import added, config_options
 
 if TYPE_CHECKING:
     from energon_bridge.core.loader.dataset_spec import DatasetSpec
-    from energon_bridge.core.loader.document import State
+    from energon_bridge.core.loader.saved_run import State
     from energon_bridge.tools.forecast.planned_run import Run
 
 

@@ -19,9 +19,9 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.jsonl import is_jsonl
 from energon_bridge.core.loader.bans import banned_of
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import State, read
 from energon_bridge.core.loader.fits import check_fits
 from energon_bridge.core.loader.run_plan import RunPlan, plan_run
+from energon_bridge.core.loader.saved_run import State, read
 from energon_bridge.core.mix import BlendNode, Concat, DatasetOpener, LeafRef, Mix, MixLike, TreeNode, WeightSchedule
 from energon_bridge.core.mix.flatten import flatten
 from energon_bridge.core.mix.leaves import OpenLeaf

@@ -21,7 +21,7 @@ from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.key_index import KeyIndex, keys_at, keys_of_shard, local_key_index
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, meta_path, read_info
-from energon_bridge.core.loader.document import read_leaves
+from energon_bridge.core.loader.saved_run import read_leaves
 from energon_bridge.core.order.choose import Chooser, blend_position, plain_rounds
 from energon_bridge.core.order.leaf_order import Round
 from energon_bridge.core.order.rng import IntArray

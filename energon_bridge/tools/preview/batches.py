@@ -15,8 +15,8 @@ from typing import Any
 from energon_bridge.core.datasets import get_savable_loader
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import State, read
 from energon_bridge.core.loader.run_plan import plan_run
+from energon_bridge.core.loader.saved_run import State, read
 from energon_bridge.core.order.topology import first_microbatch, step_of
 from energon_bridge.core.samples import Segment, field_names
 from energon_bridge.core.stream.state import BatchKey, RowKey, SampleKey, read_key

@@ -24,7 +24,7 @@ from torch import Tensor
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import State, read
+from energon_bridge.core.loader.saved_run import State, read
 from energon_bridge.core.stream.state import COUNTERS, SampleKey, read_key
 
 MOST_POINTS = 1000

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from energon_bridge.core.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import State, leaf_rows, read
 from energon_bridge.core.loader.metrics import flat_metrics
 from energon_bridge.core.loader.ranks import merged_state
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import State, leaf_rows, read
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.samples.sample import pin_value
 from energon_bridge.core.worker_config import WorkerConfig

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from energon_bridge.core.errors import ConfigurationError, WrongUseError
-from energon_bridge.core.loader.document import leaf_rows, read
 from energon_bridge.core.loader.metrics import flat_metrics
+from energon_bridge.core.loader.saved_run import leaf_rows, read
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.trainers.replica.balance import Balance, balanced
 from energon_bridge.trainers.replica.exchange import Exchange

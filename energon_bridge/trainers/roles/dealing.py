@@ -21,8 +21,8 @@ import numpy as np
 
 from energon_bridge.core.errors import ConfigurationError, StepMismatchError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import State
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import State
 from energon_bridge.trainers.replica.assignment import divide
 from energon_bridge.trainers.replica.balanced import FIGURES, Cost
 from energon_bridge.trainers.replica.warmup import CostWarmup

@@ -8,6 +8,7 @@ delivered blank, at the size that its header tells, and named; anything else sto
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -35,7 +36,7 @@ from energon_bridge.models.families.qwen import DeferredVideo
 from energon_bridge.models.families.rendering import placeholder_tokens
 from energon_bridge.models.families.sound import DeferredSound, Sound
 from energon_bridge.models.families.video import FramesToDecode, decoded, frames_shape
-from energon_bridge.models.families.vision import PreparedSample, positions_of
+from energon_bridge.models.families.vision import Plan, PreparedSample, positions_of
 from energon_bridge.models.images.images import DeferredImage
 
 KINDS: Mapping[str, frozenset[Kind]] = {
@@ -307,9 +308,18 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             for unit in of_sample:
                 part = next(part_of)
                 wanted[-1] += unit if part == number else []
-                for place in unit:
-                    tokens[sample.plans[place].kind][part] += sample.plans[place].tokens
+                for kind, count in (found for place in unit for found in self._by_kind(sample.plans[place])):
+                    tokens[kind][part] += count
         return wanted, tokens
+
+    def _by_kind(self, plan: Plan) -> Iterator[tuple[str, int]]:
+        """Yield the tokens of a medium by kind: of a video that is heard, those of its frames and of its sound."""
+        if len(plan.token_ids) < 2:
+            yield plan.kind, plan.tokens
+            return
+        kinds = dict(zip(self.chat.tokenizer.convert_ids_to_tokens(plan.token_ids), ("video", "audio"), strict=True))
+        runs = re.findall("|".join(map(re.escape, kinds)), plan.text)
+        yield from zip(map(kinds.__getitem__, runs), plan.runs, strict=True)
 
     def _made(
         self, samples: Sequence[PreparedSample], wanted: Sequence[Sequence[int]]

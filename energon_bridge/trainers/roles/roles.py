@@ -254,24 +254,22 @@ class Roles:
         size = self.grids[LANGUAGE].size
         return math.gcd(*(max(1, size // grid.size) for name, grid in self.grids.items() if name != LANGUAGE))
 
-    def worker_config(self, name: str, config: WorkerConfig, *, dealt: bool = False) -> WorkerConfig:
-        """Return the configuration of this process's loader for a role; the rest is that of `config`.
+    def place_of(self, name: str, *, dealt: bool = False) -> dict[str, Any]:
+        """Return what the configuration of this process's loader for a role has of its own.
 
         Where microbatches are dealt, a language rank makes the texts of its block.
         """
-        grid = self.grids[name]
         served = self.served(name)
         language = name == LANGUAGE and not dealt
         if name == LANGUAGE and dealt:
             first = served[0] - served[0] % self.block
             served = range(first, first + self.block)
-        return replace(
-            config,
-            rank=served[0],
-            world_size=self.grids[LANGUAGE].size,
-            data_parallel_group=grid.group if language else None,
-            serves=None if language else len(served),
-        )
+        return {
+            "rank": served[0],
+            "world_size": self.grids[LANGUAGE].size,
+            "data_parallel_group": self.grids[name].group if language else None,
+            "serves": None if language else len(served),
+        }
 
     def task_encoder(self, name: str, task_encoder: Any, cost: Cost | None = None) -> Any:
         """Return the task encoder for a role. Raises ConfigurationError if the encoder cannot be used for roles."""
@@ -307,7 +305,7 @@ class Roles:
         if balance is not None:
             deal = make_deal(dataset, balance, language=self.grids[LANGUAGE].size, block=self.block)
         for name in self.names:
-            config = self.worker_config(name, dataset.worker_config, dealt=deal is not None)
+            config = replace(dataset.worker_config, **self.place_of(name, dealt=deal is not None))
             encoder = self.task_encoder(name, dataset.settings.task_encoder, balance)
             blank[name] = encoder.blank_media() if self.blank_media and name != LANGUAGE else []
             spec = replace(dataset.with_settings(task_encoder=encoder), worker_config=config)
@@ -529,7 +527,7 @@ class RoleLoader:
             loader.close()
 
 
-def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank]) -> EncoderBatch:
+def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank] = ()) -> EncoderBatch:
     """Return the media of some microbatches as one batch, in their order, with those of some blank media it lacks."""
     rows = [lane.visual_inputs for lane in lanes]
     visual = join_visual(rows, [0] * len(rows), count=1) if any(rows) else {}

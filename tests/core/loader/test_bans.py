@@ -47,9 +47,9 @@ from energon_bridge import (
 from energon_bridge.core.errors import ConfigurationError, EmptyDatasetError, StateFormatError, StorageError
 from energon_bridge.core.loader.bans import samples_by_key
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import read
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import read
 from energon_bridge.core.stream.reader import LeafReader
 from energon_bridge.tools.columns.making import add_column
 

@@ -44,7 +44,7 @@ from energon_bridge.core.errors import (
     TooManyRanksError,
 )
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import FORMAT_VERSION, decode_column, encode_column, sign, write_lanes
+from energon_bridge.core.loader.saved_run import FORMAT_VERSION, decode_column, encode_column, sign, write_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.stream.state import LaneState
 from energon_bridge.tools.check.state_summary import rank_of

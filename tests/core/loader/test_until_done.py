@@ -38,9 +38,9 @@ from energon_bridge.core.errors import (
 )
 from energon_bridge.core.loader import outstanding
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import decode_column, encode_column, sign
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import decode_column, encode_column, sign
 from energon_bridge.trainers.replica import Balance, Replica, open_loader
 
 SHARDS = [5, 9, 1, 14, 8]

@@ -17,9 +17,9 @@ from mixing import metadataset, mix_data, mixed
 
 from energon_bridge import EnergonMultiModalDataModule, WeightSchedule, get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, DatasetMismatchError
-from energon_bridge.core.loader.document import read_lanes, read_leaves
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import read_lanes, read_leaves
 from energon_bridge.core.mix import Blender
 
 data = made_once(mix_data)

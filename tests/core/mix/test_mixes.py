@@ -19,7 +19,7 @@ from rival_fixtures import Encoder, rendered
 from energon_bridge import WeightSchedule, get_loader, get_savable_loader, get_val_dataset, get_val_datasets
 from energon_bridge.core.errors import DatasetMismatchError, SettingMismatchError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import read_leaves
+from energon_bridge.core.loader.saved_run import read_leaves
 
 data = made_once(mix_data)
 

@@ -22,8 +22,8 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.core.errors import EmptyDatasetError, FatalSampleError
-from energon_bridge.core.loader.document import read_lanes
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import read_lanes
 
 dataset = made_once(write_dataset)
 

@@ -17,8 +17,8 @@ from hypothesis import given, strategies as st
 from made import made_once
 from PIL import Image
 
-from energon_bridge.core.loader.document import read_lanes
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import read_lanes
 from energon_bridge.core.stream.budget import Budget
 from energon_bridge.core.stream.pack_buffer import Packing
 from energon_bridge.core.stream.pipeline import Pipeline

@@ -16,9 +16,9 @@ from mixing import mix_data, mixed
 
 from energon_bridge import Packer, SkipSample, TaskEncoder, get_val_dataset
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import read_lanes, read_leaves
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.run_plan import plan_run
+from energon_bridge.core.loader.saved_run import read_lanes, read_leaves
 from energon_bridge.core.stream.state import OVER_LONG
 
 LIMIT = 5

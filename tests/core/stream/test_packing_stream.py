@@ -33,7 +33,7 @@ from made import made_once
 from energon_bridge import DefaultTaskEncoder, Packer, SkipSample, get_savable_loader, get_val_dataset
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.document import read_lanes
+from energon_bridge.core.loader.saved_run import read_lanes
 from energon_bridge.core.stream.state import Stage
 
 data = made_once(text_dataset, train=[50, 31, 19], val=[13, 24])

@@ -16,7 +16,7 @@ from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from made import made_once
 
 from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
-from energon_bridge.core.loader.document import read_lanes
+from energon_bridge.core.loader.saved_run import read_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.forecast.planned_run import run_of_mix

@@ -15,7 +15,7 @@ from engine import config_of
 
 from energon_bridge import get_savable_loader, get_train_dataset
 from energon_bridge.core.errors import DatasetMismatchError
-from energon_bridge.core.loader import document
+from energon_bridge.core.loader import saved_run
 from energon_bridge.core.loader.run_plan import plan_run
 
 arrow = pytest.importorskip("pyarrow")
@@ -138,4 +138,4 @@ def test_a_state_without_marks_of_an_older_version_is_continued(tmp_path: Path) 
     old["leaves"]["identities"] = [identity.partition("+")[0]]
     del old["checksum"]
     write_jsonl(tmp_path, "mouse")
-    loader_of(path).restore_state_rank(document.sign(old))
+    loader_of(path).restore_state_rank(saved_run.sign(old))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from forked import on_gloo
 from grids import NUM_LANES, media_of, pictures_dataset, plain, reads_counted, without_media
+from hypothesis import given, strategies as st
 from made import made_once
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from energon_bridge.trainers.context_parallel import slice_for_context_parallel,
 from energon_bridge.trainers.context_parallel_media import gather_features, share_media
 from energon_bridge.trainers.megatron_lm import train_valid_test_dataloaders_provider
 from energon_bridge.trainers.roles import make_roles
+from energon_bridge.trainers.roles.encoding import cut
 
 data = made_once(partial(pictures_dataset, side=100))
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=NUM_LANES)
@@ -165,17 +167,22 @@ def test_pixels_of_any_type_are_divided(data: Path, dtype: str) -> None:
         assert [digest(one.visual_inputs) for one in by_hand] == [digest(one.visual_inputs) for one in own]
 
 
-@pytest.mark.parametrize("media", ["video", "sound", "image"])
+@pytest.mark.parametrize("media", ["video", "sound", "image", "omni"])
 def test_videos_sounds_and_what_a_processor_makes(tmp_path: Path, media: str) -> None:
     """Parts of each kind follow each other, whole samples where a processor makes the media of a sample together."""
     if (missing := talks.missing(media)) is not None:
         pytest.skip(f"needs {missing}")
     talks.write_talks(tmp_path)
     encoder = talks.talk_encoder(tmp_path, media, (), False, (Cooker(cook_conversation),))
+    if media == "omni":  # videos are heard: the tokens of their sounds are between those of their frames
+        encoder = type(encoder)(encoder.tokenizer, encoder.family, replace(encoder.config, video_sound=True))
     dataset = dataset_of(tmp_path / "talks" / media, encoder)
     whole = plain(dataset, 1, STEPS)[0]
-    (of_ranks,), _ = shares(dataset, 1, 3, STEPS, name="audio" if media == "sound" else "vision")
-    kinds = {"video": {"image": 1, "video": 2}, "image": {"image": 1}, "sound": {"audio": 3}}[media]
+    name = {"sound": "audio", "omni": "media"}.get(media, "vision")
+    (of_ranks,), _ = shares(dataset, 1, 3, STEPS, name=name)
+    numbers = {"image": 1, "video": 2, "audio": 3}
+    own_kinds = {"video": ("image", "video"), "image": ("image",), "sound": ("audio",), "omni": tuple(numbers)}[media]
+    kinds = {kind: numbers[kind] for kind in own_kinds}
     seen = set()
     for batch, *steps in zip(whole, *of_ranks, strict=True):
         own = [one for step in steps for name, one in step.items() if name != "language"]
@@ -294,6 +301,22 @@ def test_media_that_cannot_be_divided_are_refused(changed: dict[str, Any], optio
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "visual_inputs": visual}
     with pytest.raises(ConfigurationError, match=said):
         share_media(batch, **({"rank": 0, "size": 2, "merge_size": 2} | options))
+
+
+@given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 9))
+def test_runs_of_media_differ_from_equal_shares_by_less_than_the_largest(sizes: list[int], parts: int) -> None:
+    place = cut(sizes, parts)
+    assert place == sorted(place)
+    totals = [sum(size for size, of in zip(sizes, place, strict=True) if of == part) for part in range(parts)]
+    assert sum(totals) == sum(sizes)
+    assert all(abs(total - sum(sizes) / parts) <= max(sizes, default=0) for total in totals)
+
+
+def test_features_that_are_not_those_of_the_tokens_are_refused() -> None:
+    for features, tokens, said in ((3, [2, 2], "for 2 ranks"), (3, [4], "has 3 features")):
+        with pytest.raises(ConfigurationError, match=said):
+            gather_features(torch.zeros(features, 2), tokens)
+    assert len(gather_features(torch.zeros(3, 2), [2])) == 2  # the last one is of a blank medium
 
 
 def test_roles_name_the_grids_that_context_parallel_ranks_cannot_divide() -> None:

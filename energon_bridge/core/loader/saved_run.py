@@ -1,4 +1,4 @@
-"""The saved state of a run: one plain document that is independent of ranks and workers.
+"""The saved state of a run: one plain object that is independent of ranks and workers.
 
 It has built-in types only, so it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
@@ -138,7 +138,7 @@ class SavedRun:
         ranks: For a finite stream: the number of ranks whose counts these are, and of ranks in the run; None: unknown.
         out: Samples that were delivered and are not done; None: the loader did not keep them.
 
-    The other attributes are those of the document.
+    The other attributes are those of the state.
     """
 
     kind: StreamKind
@@ -159,39 +159,39 @@ class SavedRun:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def sign(document: State) -> State:
-    """Return a document with its checksum."""
-    return document | {"checksum": _checksum(document)}
+def sign(state: State) -> State:
+    """Return a state with its checksum."""
+    return state | {"checksum": _checksum(state)}
 
 
-def _checksum(document: State) -> str:
-    rest = {name: value for name, value in document.items() if name != "checksum"}
+def _checksum(state: State) -> str:
+    rest = {name: value for name, value in state.items() if name != "checksum"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def write(saved: SavedRun) -> State:
-    """Return the document of a run."""
-    document = {name: getattr(saved, name) for name in OF_THE_RUN}
-    document["weights"] = [[start, [each.to_plain() for each in given.schedules]] for start, given in saved.changes]
-    document["bans"] = [[ban.start, [*ban.keys], *([ban.dataset] if ban.dataset else [])] for ban in saved.bans]
-    document["banned"] = [
+    """Return the state of a run."""
+    state = {name: getattr(saved, name) for name in OF_THE_RUN}
+    state["weights"] = [[start, [each.to_plain() for each in given.schedules]] for start, given in saved.changes]
+    state["bans"] = [[ban.start, [*ban.keys], *([ban.dataset] if ban.dataset else [])] for ban in saved.bans]
+    state["banned"] = [
         [identity, encode_column(found.samples), encode_column(found.starts)]
         for identity, found in sorted(saved.banned.items())
     ]
-    document |= {"format": FORMAT, "format_version": FORMAT_VERSION, "order_version": ORDER_VERSION}
-    document |= {} if saved.ranks is None else {"ranks": list(saved.ranks)}
+    state |= {"format": FORMAT, "format_version": FORMAT_VERSION, "order_version": ORDER_VERSION}
+    state |= {} if saved.ranks is None else {"ranks": list(saved.ranks)}
     if (out := saved.out) is not None:
         rows = [encode_column(column) for column in out.rows.T]
         ranks = [[*out.ranks], out.size]
-        document["out"] = {"ranks": ranks, "size": len(out.rows), "rows": rows, "counts": [*out.counts]}
-        document["out"]["ended"] = out.ended
+        state["out"] = {"ranks": ranks, "size": len(out.rows), "rows": rows, "counts": [*out.counts]}
+        state["out"]["ended"] = out.ended
     lanes = write_lanes(saved.lanes)
     if "unit" in saved.settings:
         nothing = (0,) * len(saved.leaves)
         states = [saved.lanes[number] for number in sorted(saved.lanes)]
         lanes["leaf_sums"] = encode_column([one for state in states for one in state.sums or nothing])
-    return sign(document | {"leaves": _write_leaves(saved.leaves), "lanes": lanes})
+    return sign(state | {"leaves": _write_leaves(saved.leaves), "lanes": lanes})
 
 
 def _write_leaves(leaves: Sequence[State]) -> State:
@@ -207,7 +207,7 @@ def _write_leaves(leaves: Sequence[State]) -> State:
 
 
 def write_lanes(lanes: Mapping[int, LaneState]) -> State:
-    """Return the `lanes` entry of a document."""
+    """Return the `lanes` entry of a state."""
     numbers = sorted(lanes)
     states = [lanes[number] for number in numbers]
     entry: State = {"numbers": encode_column(numbers)}
@@ -331,7 +331,7 @@ WHAT_A_STATE_IS = (
 
 
 def _checked_format(state: Any) -> State:
-    """Return the document if this version can read it and it is intact."""
+    """Return the state if this version can read it and it is intact."""
     if type(state).__module__.startswith("megatron.energon"):
         raise StateFormatError(
             f"this is a state of megatron-energon ({type(state).__name__}), which orders samples differently, so it "
@@ -382,16 +382,16 @@ def read(state: Any) -> SavedRun:
         StateVersionError: It was written in another format.
         OrderVersionError: It was written under other rules of order.
     """
-    document = _checked_format(state)
-    kind = document["kind"]
+    plain = _checked_format(state)
+    kind = plain["kind"]
     if kind not in get_args(StreamKind):
         raise damaged("kind", f"should be one of {', '.join(get_args(StreamKind))}, found {shown(kind)}")
-    numbers = {name: _number(document[name], name, *ends) for name, ends in _NUMBERS.items()}
-    settings = _read_settings(document["settings"])
-    leaves = read_leaves(document)
+    numbers = {name: _number(plain[name], name, *ends) for name, ends in _NUMBERS.items()}
+    settings = _read_settings(plain["settings"])
+    leaves = read_leaves(plain)
     active = sum(not leaf["parked"] for leaf in leaves)
-    changes = _read_weights(document["weights"], active)
-    lanes = _read_lanes(_entries(document["lanes"], "lanes"), leaves, numbers["num_lanes"])
+    changes = _read_weights(plain["weights"], active)
+    lanes = _read_lanes(_entries(plain["lanes"], "lanes"), leaves, numbers["num_lanes"])
     return SavedRun(
         kind=kind,
         **numbers,
@@ -399,10 +399,10 @@ def read(state: Any) -> SavedRun:
         changes=changes,
         leaves=leaves,
         lanes=lanes,
-        ranks=_read_ranks(document.get("ranks")),
-        bans=_read_bans(document["bans"]),
-        banned=_read_banned(document["banned"], leaves),
-        out=_read_out(document["out"], leaves) if "out" in document else None,
+        ranks=_read_ranks(plain.get("ranks")),
+        bans=_read_bans(plain["bans"]),
+        banned=_read_banned(plain["banned"], leaves),
+        out=_read_out(plain["out"], leaves) if "out" in plain else None,
     )
 
 
@@ -443,14 +443,14 @@ def _read_out(value: Any, leaves: Sequence[State]) -> SavedOut:
     )
 
 
-def read_lanes(document: State) -> dict[int, LaneState]:
-    """Return the lanes of a document by number."""
-    return read(document).lanes
+def read_lanes(state: State) -> dict[int, LaneState]:
+    """Return the lanes of a state by number."""
+    return read(state).lanes
 
 
-def read_leaves(document: State) -> list[State]:
-    """Return the leaves of a document, as `SavedRun` has them."""
-    entry = _entries(document["leaves"], "leaves")
+def read_leaves(state: State) -> list[State]:
+    """Return the leaves of a state, as `SavedRun` has them."""
+    entry = _entries(state["leaves"], "leaves")
     identities = _entry(entry, "identities", "leaves")
     if not isinstance(identities, list) or not all(isinstance(identity, str) for identity in identities):
         raise damaged("leaves.identities", "should be a list of strings")
