@@ -507,6 +507,16 @@ class EnergonMultiModalDataModule(_Base):
             return {name: normalise_on_device(of_role) for name, of_role in moved.items()}
         return normalise_on_device(moved)
 
+    def setup(self, stage: str) -> None:
+        """Let a Lightning trainer keep its optimizer steps on the global batches (`GlobalBatches`); it calls this."""
+        trainer = self._lightning()
+        if stage != "fit" or trainer is None:
+            return
+        from energon_bridge.trainers.lightning import GlobalBatches
+
+        if not any(isinstance(one, GlobalBatches) for one in trainer.callbacks):
+            trainer.callbacks.append(GlobalBatches(self))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this.
 
@@ -522,7 +532,8 @@ class EnergonMultiModalDataModule(_Base):
             if self._size_changed("train"):
                 self._refuse_other_size()
             train = self.train_dataloader_object.state_dict()
-        return {"global_step": step, "consumed_samples": self.consumed_samples, "train": train}
+        found = {"global_step": step, "consumed_samples": self.consumed_samples, "train": train}
+        return found if trainer is None else found | {"accumulate_grad_batches": int(trainer.accumulate_grad_batches)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of `state_dict`; before or after `train_dataloader()`, once or twice.

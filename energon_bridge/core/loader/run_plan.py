@@ -214,6 +214,7 @@ def plan_run(
             settings |= data.settings.conventions.recorded(ranks=ranks, workers=config.processes, limit=limit)
     if data.settings.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.settings.packing_buffer_size}
+        settings |= {"first_packs": data.settings.conventions.first_packs}
         if not data.ends:
             buffers = packing_buffers(data, lanes) if buffers is None else buffers
             settings |= {PACKING_BUFFERS: buffers} if buffers else {}

@@ -107,6 +107,8 @@ _ENDINGS = re.compile(
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _ANY_LETTER = re.compile(r"[^\W\d_]")
+_NEVER_NAMES = ("premise", "hypothesis", "claim", "statement", "scenario", "situation")
+"""Columns of texts that a question is about, however short."""
 _WORDS = 4
 """A text of fewer may be the name of a category."""
 
@@ -603,7 +605,9 @@ def unknown_texts(entry: Mapping[str, Any], known: Collection[str], pair: tuple[
     found = [
         name
         for name in _named(tuple(entry)).unknown
-        if name not in known and (pair is None or name not in pair) and _is_long(entry[name])
+        if name not in known
+        and (pair is None or name not in pair)
+        and (_is_long(entry[name]) or (name.lower() in _NEVER_NAMES and any(texts_in(entry[name]))))
     ]
     if not found:
         return found

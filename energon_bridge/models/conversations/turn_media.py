@@ -111,7 +111,9 @@ def check_other_media(entry: Mapping[str, Any]) -> None:
 
 _SIBLING = re.compile(r"(image|img|picture|photo|video|audio|sound)s?_?\d+(_?(path|name|file|url))?")
 _OF_IMAGES = ("image", "img", "picture", "photo", "coco", "flickr", "vg")
-_NAMES_MEDIUM = re.compile(rf"({'|'.join(_OF_IMAGES)}|video|vid|youtube|yt|audio|audiocap|sound)s?_?ids?")
+_NAMES_MEDIUM = re.compile(
+    rf"({'|'.join(_OF_IMAGES)}|video|vid|clip|youtube|yt|audio|audiocap|sound)s?_?(?:ids?|names?|uids?)"
+)
 
 
 def placed(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> list[RawTurn]:

@@ -112,7 +112,7 @@ _REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
 _QUALITY = ("bad", "unusable", "rejected", "garbage", "spam")
 _IF_SET = re.compile(
     r"(?:(?:is|was|to_be)_)?(?:rejected|deleted|discarded|removed|precanned|unusable|excluded?|skip(?:ped)?|ignored?"
-    r"|dropped|cancell?ed|corrupt(?:ed)?|broken|incorrect)|discard|is_(?:invalid|bad|wrong)"
+    r"|dropped|cancel{1,2}ed|corrupt(?:ed)?|broken|incorrect)|discard|is_(?:invalid|bad|wrong)"
 )
 _IF_NOT_SET = re.compile(
     r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include"

@@ -85,6 +85,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "a pair has is_correct=False, and was rejected",
     ),
     "an answer that is wrong": (turn("assistant", label=False), "a turn of 'assistant' has label=False"),
+    "a short premise, as of COPA": (
+        {"question": "cause", "premise": "She ran.", "choice1": "p", "choice2": "q", "label": 0},
+        "--ignore premise",
+    ),
     "choices, as of M4-Instruct": (talk(choice_list=["a dog", "a cat"]), "--ignore choice_list"),
     "a sound in a text": (
         {"messages": [{"role": "user", "content": "<audio>a.wav</audio> What?"}, ANSWER]},
@@ -367,6 +371,46 @@ def test_choices_do_not_hide_that_a_video_is_missing(tmp_path: Path) -> None:
     asked = {"question": "What?", "options": ["A. tea", "B. milk"], "answer": "A"}
     path = written(tmp_path, [{"video_id": f"00{number}", **asked} for number in range(3)])
     assert "`video_id` ('000') seems to name what the question is about" in refused(path, tmp_path / "out", *ALL)
+
+
+def test_names_of_videos_that_are_not_there_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """TVQA names its clips without an extension."""
+    row = {"question": "Who talks?", "a0": "Ann", "a1": "Bo", "answer_idx": 0, "vid_name": "s01e01_seg02", "ts": "1-2"}
+    path = written(tmp_path, [row])
+    said = "`vid_name` ('s01e01_seg02') seems to name what the question is about"
+    assert said in refused(path, tmp_path / "out", *ALL)
+    with pytest.raises(Exception, match="skipped"):
+        delivered(path)
+    assert said in caplog.text
+    convert(path, tmp_path / "out", *ALL, "--ignore", "vid_name", "--ignore", "ts")
+
+
+FOLDERS: list[tuple[str, str, str]] = [
+    ("images", "masks", "images and masks"),
+    ("JPEGImages", "SegmentationClass", "JPEGImages and SegmentationClass"),
+    ("input", "target", "input and target"),
+    ("rgb", "depth", "depth and rgb"),
+    ("left", "noisy", "noisy"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "named"), FOLDERS)
+def test_folders_of_images_and_what_was_drawn_from_them_are_no_classes(
+    first: str, second: str, named: str, tmp_path: Path
+) -> None:
+    write_pictures(tmp_path / "in", [f"{folder}/{n}.png" for folder in (first, second) for n in range(3)])
+    told = refused(tmp_path / "in", tmp_path / "out", *ALL)
+    assert f"{named} seem to be no classes" in told
+    for kind in ("classes", "pairs"):
+        convert(tmp_path / "in", tmp_path / kind, *ALL, "--kind", kind)
+        assert len(delivered(tmp_path / kind)) == 6
+
+
+def test_classes_may_have_names_of_kinds_of_files(tmp_path: Path) -> None:
+    """Faces with and without a mask, whose files have names of their own."""
+    write_pictures(tmp_path / "in", [f"{folder}/{folder}{n}.png" for folder in ("mask", "no_mask") for n in range(3)])
+    convert(tmp_path / "in", tmp_path / "out", *ALL)
+    assert {one.label_name for one in delivered(tmp_path / "out")} == {"mask", "no_mask"}
 
 
 def test_options_of_parts_beside_a_question_are_said_to_be_unused(tmp_path: Path) -> None:
