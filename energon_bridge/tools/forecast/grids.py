@@ -149,7 +149,7 @@ def _of_first_steps(roles: Roles, encoding: DatasetSpec, run: Run, steps: int) -
                 made = _BlankMedia(encoder, made.kinds, (part, roles.part(name)[1]))
             stream = _microbatches(encoding, made, run, looked_at * language)
             for lanes in zip(*[stream] * len(roles.served(name)), strict=True):
-                batch = lanes[0] if name == LANGUAGE else joined(lanes, [])
+                batch = lanes[0] if name == LANGUAGE else joined(lanes)
                 most[name] = max(most[name], size_of(batch, 0))
                 tokens += 0 if name == LANGUAGE else sum(batch.num_tokens)
     of_step = tokens * run.per_step / looked_at

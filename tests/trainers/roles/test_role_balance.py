@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine import digest
-from grids import NUM_LANES, assert_same_run, pictures_dataset, plain
+from grids import NUM_LANES, as_dealt, assert_same_run, pictures_dataset, plain
 from made import made_once
 
 pytest.importorskip("transformers")
@@ -123,17 +123,8 @@ def test_one_block_runs_what_ranks_run_that_exchange(data: Path, kind: str) -> N
     found, _ = delivered(data, sizes, steps, **KINDS[kind])
     expected = on_one_grid(data, 4, steps, KINDS[kind])
     assert [[digest(batch) for batch in rank] for rank in found["language"]] == expected
-    assert_same_run(sizes, steps, as_dealt(data, found, KINDS[kind]), found)
-
-
-def as_dealt(data: Path, found: dict[str, list[list[Any]]], options: dict[str, Any]) -> list[list[Any]]:
-    """Return the microbatches of one grid with their media, in the order in which language ranks got them."""
-    language = found["language"]
-    count = len(language) * len(language[0])
-    (flat,) = plain(dataset_of(data, **options), 1, count)
-    by_rows = {batch.__restore_key__: batch for batch in flat}
-    assert sorted(by_rows) == sorted(batch.__restore_key__ for rank in language for batch in rank)
-    return [[by_rows[batch.__restore_key__] for batch in rank] for rank in language]
+    (flat,) = plain(dataset_of(data, **KINDS[kind]), 1, 2 * GLOBAL)
+    assert_same_run(sizes, steps, as_dealt(flat, found), found)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +141,9 @@ def test_each_block_deals_its_own(data: Path, sizes: dict[str, int], macro: int)
     rounds = GLOBAL // language
     steps = 2 * rounds
     found, _ = delivered(data, sizes, steps, macro=macro)
-    whole = as_dealt(data, found, {})
-    assert_same_run(sizes, steps, whole, found, macro=macro)
     (flat,) = plain(dataset_of(data), 1, 2 * GLOBAL)
+    whole = as_dealt(flat, found)
+    assert_same_run(sizes, steps, whole, found, macro=macro)
     block = language // sizes["vision"]
     for number in range(2):
         of_global = flat[number * GLOBAL : (number + 1) * GLOBAL]
