@@ -53,6 +53,21 @@ def natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
+@lru_cache(maxsize=4096)
+def is_drawn(name: str) -> bool:
+    """Return whether a column or part may be drawn from an image that is asked about, or be the answer: `mask.png`."""
+    return not _DRAWN.isdisjoint(re.split(r"[\W_\d]+", name.lower()))
+
+
+_DRAWN = frozenset(
+    (
+        *("mask", "masks", "depth", "normals", "edges", "canny", "seg", "segmentation", "heatmap", "saliency"),
+        *("overlay", "annotated", "annotation", "label", "gt", "target", "output", "result", "edited", "negative"),
+        *("answer", "solution", "explanation", "rationale", "thumbnail", "thumb", "preview", "rejected"),
+    )
+)
+
+
 def av_medium_by_name(name: str) -> Medium:
     """Return `video` or `audio` for a part of a sample with such a name, else None."""
     first, _, rest = name.lower().partition(".")

@@ -24,7 +24,7 @@ import numpy as np
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.documents import UTF16, utf16_remedy
 from energon_bridge.core.format.media import BASE64, kind_by_name
-from energon_bridge.models.conversations.parts import medium_by_name, natural_order
+from energon_bridge.models.conversations.parts import is_drawn, medium_by_name, natural_order
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
@@ -777,9 +777,7 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
             if name not in layout.ignored and not isinstance(first, tuple):
                 kinds.setdefault(medium_by_name(f"{name}.{first.extension}"), []).append(name)
         for kind, names in kinds.items():
-            other = next(
-                (name for name in names if not _NOT_ASKED_ABOUT.isdisjoint(re.split(r"[\W_\d]+", name.lower()))), ""
-            )
+            other = next(filter(is_drawn, names), "")
             if kind is not None and other and len(names) > 1:
                 raise SourceError(
                     f"{row.where}: a question has {kind}s in the columns {', '.join(names)}, and would be shown all of "
@@ -793,16 +791,6 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
                     f"in the order of the names, {', '.join(ordered)}. Write one list `{kind}s` in the right order, or "
                     f"leave columns out (energon convert with --ignore {ordered[0]})."
                 )
-
-
-_NOT_ASKED_ABOUT = frozenset(
-    (
-        *("mask", "masks", "depth", "normals", "edges", "canny", "seg", "segmentation", "heatmap", "saliency"),
-        *("overlay", "annotated", "annotation", "label", "gt", "target", "output", "result", "edited", "negative"),
-        *("answer", "solution", "explanation", "rationale", "thumbnail", "thumb", "preview", "rejected"),
-    )
-)
-"""Words of columns of media that may be the answer to a question, or drawn from its image."""
 
 
 def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, str] | None, remedy: str) -> str:

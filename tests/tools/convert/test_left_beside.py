@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import output_of
 from delivered import delivered
 from sources import convert, picture, refused, write_pictures
+from tar_builder import write_tar
 
 from energon_bridge.core.errors import SourceError
 
@@ -339,6 +341,20 @@ def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) 
     alone = {column: "b.png", **asked}
     convert(written(tmp_path, [alone]), tmp_path / "alone", *ALL)
     assert len(delivered(tmp_path / "alone")) == 1
+
+
+def test_masks_in_tars_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As datasets of segmentation name them: `0.jpg`, `0.mask.png`, and here the turns in `0.json`."""
+    for number, name in enumerate(("whole", "told")):
+        content = {**talk(), "images": ["jpg"]} if name == "told" else talk()
+        parts = [("0.jpg", picture(0)), ("0.mask.png", picture(1, "PNG")), ("0.json", json.dumps(content).encode())]
+        write_tar(tmp_path / f"{number}" / "a.tar", parts)
+        output_of("prepare", tmp_path / f"{number}", *ALL, "--sample-type", "CrudeWebdataset")
+    with pytest.raises(Exception, match="skipped"):
+        delivered(tmp_path / "0")
+    assert "the sample has the images jpg, mask.png, and all of them would be shown" in caplog.text
+    (sample,) = delivered(tmp_path / "1")
+    assert [image.shape[-2:] for image in sample.images] == [(16, 16)]
 
 
 def test_files_beside_turns_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
