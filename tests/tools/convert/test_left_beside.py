@@ -14,6 +14,7 @@ from sources import convert, picture, refused, write_pictures
 from tar_builder import write_tar
 
 from energon_bridge.core.errors import SourceError
+from energon_bridge.models.conversations.conversation import in_parts, read_conversation
 
 ALL = ("--split-ratio", "1,0,0")
 ANSWER = {"role": "assistant", "content": "x"}
@@ -92,6 +93,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--ignore premise",
     ),
     "choices, as of M4-Instruct": (talk(choice_list=["a dog", "a cat"]), "--ignore choice_list"),
+    "numbers between tags": (
+        {"messages": [{"role": "user", "content": "<image>1</image> What?"}, ANSWER]},
+        "a text names an image as '<image>1</image>'",
+    ),
     "a sound in a text": (
         {"messages": [{"role": "user", "content": "<audio>a.wav</audio> What?"}, ANSWER]},
         "write '<audio>' there, and its path in `audios`",
@@ -341,6 +346,17 @@ def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) 
     alone = {column: "b.png", **asked}
     convert(written(tmp_path, [alone]), tmp_path / "alone", *ALL)
     assert len(delivered(tmp_path / "alone")) == 1
+
+
+def test_choices_that_are_pictures_stand_on_lines_of_their_own(tmp_path: Path) -> None:
+    """MMMU: the line break behind a picture belongs to it, the one between two choices does not."""
+    names = ["a.png", "b.png"]
+    row = {"question": "Which?", "options": "['<image 1>', '<image 2>']", "answer": "B", "images": names}
+    convert(written(tmp_path, [row]), tmp_path / "out", *ALL)
+    (sample,) = delivered(tmp_path / "out")
+    turns = in_parts(read_conversation(sample)).turns
+    shown = "".join(part.text if part.kind == "text" else "IMAGE" for part in turns[0].parts)
+    assert shown.startswith("Which?\nA. IMAGE\nB. IMAGE\nAnswer with")
 
 
 def test_masks_in_tars_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
