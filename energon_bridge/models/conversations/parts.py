@@ -59,11 +59,19 @@ def is_drawn(name: str) -> bool:
     return not _DRAWN.isdisjoint(re.split(r"[\W_\d]+", name.lower()))
 
 
+@lru_cache(maxsize=4096)
+def is_of_answer(name: str) -> bool:
+    """Return whether a column of media seems to belong to the answer, which the question must not show."""
+    return not _OF_ANSWER.isdisjoint(re.split(r"[\W_\d]+", name.lower()))
+
+
+_OF_ANSWER = frozenset(("answer", "solution", "explanation", "rationale", "output", "edited", "target", "response"))
 _DRAWN = frozenset(
     (
+        *_OF_ANSWER,
         *("mask", "masks", "depth", "normals", "edges", "canny", "seg", "segmentation", "heatmap", "saliency"),
-        *("overlay", "annotated", "annotation", "label", "gt", "target", "output", "result", "edited", "negative"),
-        *("answer", "solution", "explanation", "rationale", "thumbnail", "thumb", "preview", "rejected"),
+        *("overlay", "annotated", "annotation", "label", "gt", "result", "negative", "rejected", "thumbnail", "thumb"),
+        "preview",
     )
 )
 

@@ -24,7 +24,7 @@ import numpy as np
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.documents import UTF16, utf16_remedy
 from energon_bridge.core.format.media import BASE64, kind_by_name
-from energon_bridge.models.conversations.parts import is_drawn, medium_by_name, natural_order
+from energon_bridge.models.conversations.parts import is_drawn, is_of_answer, medium_by_name, natural_order
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
@@ -768,8 +768,16 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
 
     So it does for one that may be no part of the question: a mask, a map of depths, the picture of the solution.
     """
+    mapped = {access.partition("[")[0] for access in layout.fields.values()}
     for row in rows:
-        if not layout.is_crude or (find_pair(row.values) is None and not has_pairs(row.values)):
+        is_asked = "context" in layout.fields or find_pair(row.values) is not None or has_pairs(row.values)
+        told = [name for name in row.files if is_of_answer(name) and (layout.is_crude or name in mapped)]
+        if is_asked and (name := next((name for name in told if name not in layout.ignored), None)):
+            raise SourceError(
+                f"{row.where}: the file in `{name}` seems to belong to the answer, and the question would show it: "
+                f"leave it out (energon convert with --ignore {name}), or write it into a column image, video or audio."
+            )
+        if not layout.is_crude or not is_asked:
             continue
         kinds: dict[str | None, list[str]] = {}
         for name, of in row.files.items():

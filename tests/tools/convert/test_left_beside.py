@@ -326,9 +326,22 @@ def test_numbered_images_beside_a_list_of_images_are_refused(tmp_path: Path) -> 
     assert [len(one.images) for one in delivered(tmp_path / "out")] == [1]
 
 
-@pytest.mark.parametrize("column", ["mask", "solution_image", "thumbnail", "output_image"])
+@pytest.mark.parametrize("column", ["solution_image", "answer_image", "target_img"])
+@pytest.mark.parametrize("beside", [{}, {"image": "a.png"}])
+def test_pictures_of_answers_are_not_shown_with_the_question(
+    column: str, beside: dict[str, str], tmp_path: Path
+) -> None:
+    path = written(tmp_path, [{**beside, column: "b.png", "question": "What?", "answer": "x"}])
+    said = f"the file in `{column}` seems to belong to the answer, and the question would show it"
+    assert said in refused(path, tmp_path / "out", *ALL)
+    convert(path, tmp_path / "out", *ALL, "--ignore", column)
+    (sample,) = delivered(tmp_path / "out")
+    assert not beside or sample.image.shape[-2:] == (16, 16)  # of a.png
+
+
+@pytest.mark.parametrize("column", ["mask", "thumbnail", "depth_map"])
 def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) -> None:
-    """Masks are drawn from the image, and the picture of a solution tells the answer."""
+    """Masks are drawn from the image."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     asked = {"question": "What?", "answer": "x"}
