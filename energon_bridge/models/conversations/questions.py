@@ -24,6 +24,7 @@ from string import ascii_uppercase
 from typing import Any, Literal, NamedTuple
 
 from energon_bridge.core.errors import SampleError
+from energon_bridge.models.conversations.places import ends_in_place
 from energon_bridge.models.conversations.withheld import accepted
 
 AnswersAs = Literal["letter", "text", "index", "number"]
@@ -134,8 +135,9 @@ class Options:
 
     @property
     def lines(self) -> str:
-        """The choices as text, a line each."""
-        return self.written or "\n".join(f"{a}. {text}" for a, text in zip(self.letters, self.texts, strict=True))
+        """The choices as text, a line each. The line break behind a picture belongs to it, so that needs another."""
+        shown = zip(self.letters, self.texts, strict=True)
+        return self.written or "\n".join(f"{a}. {text}" + "\n" * ends_in_place(text) for a, text in shown)
 
 
 # Choices --------------------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             if text is not None:
                 check_no_flag(part)
                 inline = _INLINE.search(text) if role != "assistant" and "</" in text else None
-                if inline is not None and medium_by_name(inline[1]) is not None:
+                if inline is not None and (medium_by_name(inline[1]) is not None or inline[1].strip().isdigit()):
                     kind = next(kind for kind in MEDIA if kind[:2] == inline[0][1:3])
                     raise SampleError(
                         f"a text names {'a' if kind == 'video' else 'an'} {kind} as {short(inline[0])}, which would "
