@@ -164,6 +164,21 @@ def test_other_packs_at_a_resume_are_told(shared: bool, folder: Path, caplog: py
         assert ("lanes that share a packing buffer come to different packs" in caplog.text) is is_told
 
 
+def test_a_step_of_packs_is_no_number_of_samples(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What came before a step of packs is not known: `start_at` says so; of single samples it is exact."""
+    for settings, is_told in (({"packing_buffer_size": 16}, True), ({}, False)):
+        spec = get_train_dataset(
+            folder / "500", task_encoder=Packs(), batch_size=1, worker_config=config_of(1, 0), **settings
+        )
+        for step in (0, 30):
+            caplog.clear()
+            started = get_savable_loader(spec, start_at=step)
+            assert ("start_at=30: the run packs samples" in caplog.text) is (is_told and step > 0)
+            found = next(iter(started)).__key__
+        run = get_savable_loader(spec)
+        assert is_told or found == next(islice(run, 30, None)).__key__
+
+
 class Leaving(Packs):
     """Leaves one pack in four waiting, so that samples of several epochs meet in a buffer."""
 
