@@ -93,6 +93,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--ignore premise",
     ),
     "choices, as of M4-Instruct": (talk(choice_list=["a dog", "a cat"]), "--ignore choice_list"),
+    "turns that say another order": (
+        {
+            "messages": [
+                {"role": "assistant", "content": "x", "turn": 1},
+                {"role": "user", "content": "What?", "turn": 0},
+            ]
+        },
+        "the turns are not in their order, which `turn` says",
+    ),
     "numbers between tags": (
         {"messages": [{"role": "user", "content": "<image>1</image> What?"}, ANSWER]},
         "a text names an image as '<image>1</image>'",
