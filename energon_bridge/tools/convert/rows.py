@@ -40,7 +40,7 @@ from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, kind
 from energon_bridge.core.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name, sample_type_names
 from energon_bridge.core.storage import Store
 from energon_bridge.models.conversations.parts import medium_by_name
-from energon_bridge.models.conversations.questions import AnswersAs, said_by_annotators
+from energon_bridge.models.conversations.questions import AnswersAs, said_by_annotators, texts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,8 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
             continue
         value = _value_at(row, layout, name, access)
         declared = _declared(layout.sample_type)[name][1]
-        fitted = _fitted(value, declared)
+        listed = texts_of(value) if column.lower() == "answers" and isinstance(value, str) else None  # of a CSV
+        fitted = _fitted(listed or value, declared)
         if fitted == [] and value:
             raise SkipSample(f"{row.where}: all in `{access}` were rejected by annotators")
         if not _fits(fitted, declared):

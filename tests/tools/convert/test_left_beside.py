@@ -93,6 +93,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--ignore premise",
     ),
     "choices, as of M4-Instruct": (talk(choice_list=["a dog", "a cat"]), "--ignore choice_list"),
+    "turns that say another order": (
+        {
+            "messages": [
+                {"role": "assistant", "content": "x", "turn": 1},
+                {"role": "user", "content": "What?", "turn": 0},
+            ]
+        },
+        "the turns are not in their order, which `turn` says",
+    ),
     "numbers between tags": (
         {"messages": [{"role": "user", "content": "<image>1</image> What?"}, ANSWER]},
         "a text names an image as '<image>1</image>'",
@@ -359,6 +368,17 @@ def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) 
     alone = {column: "b.png", **asked}
     convert(written(tmp_path, [alone]), tmp_path / "alone", *ALL)
     assert len(delivered(tmp_path / "alone")) == 1
+
+
+def test_frames_in_a_column_of_videos_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    frames = [{"bytes": picture(number), "path": None} for number in range(2)]
+    row = {"video": frames, "question": "What?", "answer": "x"}
+    parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    assert "`video` is images" in refused(tmp_path / "rows.parquet", tmp_path / "out", *ALL)
+    with pytest.raises(SourceError, match="`video` is images, which would be shown as such"):
+        delivered(tmp_path / "rows.parquet")
 
 
 def test_choices_that_are_pictures_stand_on_lines_of_their_own(tmp_path: Path) -> None:
