@@ -61,6 +61,7 @@ from energon_bridge.tools.convert.rows import Layout, Source, check_layout, firs
 from energon_bridge.tools.convert.shard_plan import propose_samples_per_shard
 from energon_bridge.tools.convert.sources import KINDS, open_source
 from energon_bridge.tools.convert.speech import PROMPT
+from energon_bridge.tools.convert.split_rows import by_own_split
 
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
@@ -180,12 +181,17 @@ def command(
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
     click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
+    in_splits = bool(opened.split_parts)
+    told_by = None
+    if not in_splits and split_ratio is None and opened.kind != "mix":
+        taken = {*ignored, *(column.partition("[")[0] for column in _given_fields(fields).values())}
+        opened, told_by = by_own_split(opened, source, taken)
     if opened.left_out:
         click.echo(f"Left out: {', '.join(opened.left_out)}.")
     check_first_files(opened)
     of_rows = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
     layout = replace(_layout(opened, sample_type, fields, of_rows, asking=asking), preferred=preferred)
-    if not opened.split_parts and opened.kind not in _KEPT:
+    if not in_splits and len(opened.split_parts) < 2 and opened.kind not in _KEPT:
         layout = replace(layout, held_out=first_held_out(row.values for row in first_rows(opened)))
     check_layout(layout)
     flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
@@ -210,7 +216,7 @@ def command(
         max_pixels=max_pixels,
         quality=quality,
     )
-    _show(opened, options)
+    _show(opened, options, told_by)
     if dry_run:
         click.echo(f"A dry run: it looked only at the first {_SHOWN} samples, and wrote nothing to {out}.")
         return None
@@ -350,7 +356,7 @@ def _rule(source: Source, split_ratio: str | None, *, asking: bool) -> SplitRule
     return parse_ratio(click.prompt("Shares of train, val and test", default=proposed) if asking else proposed)
 
 
-def _show(source: Source, options: ConvertOptions) -> None:
+def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
     layout = options.layout
     click.echo(f"Sample type: {layout.sample_type}")
     for field, column in layout.fields.items():
@@ -373,7 +379,7 @@ def _show(source: Source, options: ConvertOptions) -> None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:
         parts = ", ".join(f"{name} {float(ratio):g}" for name, ratio in options.split.ratios if ratio)
-    click.echo(f"Split: {parts}")
+    click.echo(f"Split: {parts}" + f", as {told_by} says (--split-ratio gives another)" * bool(told_by))
     if options.reencodes:
         click.echo("Sizes are before scaling images down.")
     for number in range(min(_SHOWN, len(source))):

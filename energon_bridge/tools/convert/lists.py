@@ -108,11 +108,13 @@ class TableSource:
                 return conversation_row(entry, where, self._media)
             values = dict(entry)
             files = {}
+            named: list[str] = []
             for column in media_columns(entry, self._columns):
                 value = values.pop(column, None)
                 if value is not None and value != "":
                     files[column] = as_files(value, self._media, column)
-            return Row(where=where, values=values, files=files)
+                    named += [one for one in (value if isinstance(value, list) else [value]) if is_media_path(one)]
+            return Row(where=where, values=values, files=files, named=tuple(named))
 
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample to be read; raises SkipSample for one that is not preferred."""

@@ -201,12 +201,16 @@ MediaRoot = Path | Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a source: plain values and files by column. `where` is its place, for errors; no key: its number."""
+    """One row of a source: plain values and files by column. `where` is its place, for errors; no key: its number.
+
+    `named` are the files as the row names them, by which people find the source of a sample.
+    """
 
     where: str
     values: dict[str, Any]
     files: dict[str, Content | tuple[Content, ...]]
     key: str | None = None
+    named: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,6 +386,8 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
                 raise SourceError(f"{row.where}: `{access}` is {value!r}, which does not fit the field `{name}`.")
             values = {**values, column: fitted}
         fields[name] = f"json[{column}]{bracket}{steps}"
+    if row.named and "files" not in values:
+        values = {**values, "files": row.named}
     if values:
         data = json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=_not_plain(row))
         try:
