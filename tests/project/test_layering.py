@@ -47,7 +47,7 @@ BUDGETS = {
     "cloud": 3_450,
     "models": 11_600,
     "trainers": 4_650,
-    "tools": 13_700,
+    "tools": 13_900,
     "compat": 2_560,
     "training": 3_040,
 }

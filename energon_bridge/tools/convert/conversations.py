@@ -194,6 +194,16 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
     return media_file(value, media, any_kind=not is_media_column(column))
 
 
+def names_of_files(value: Any) -> list[str]:
+    """Return the paths in a value that `as_files` takes; contents have none."""
+    if isinstance(value, list):
+        return [name for one in value for name in names_of_files(one)]
+    path = value.get("path") if isinstance(value, Mapping) else value
+    if not isinstance(path, str) or path.startswith("data:") or is_base64(path):
+        return []
+    return [path.removeprefix("file://")]
+
+
 def known_form(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an entry whose turns are a list with a known name; raises SourceError if they are JSON text of no list."""
     try:

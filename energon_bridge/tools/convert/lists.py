@@ -62,6 +62,7 @@ from energon_bridge.tools.convert.conversations import (
     known_form,
     learnable,
     media_columns,
+    names_of_files,
     only_preferred,
 )
 from energon_bridge.tools.convert.rows import (
@@ -113,7 +114,7 @@ class TableSource:
                 value = values.pop(column, None)
                 if value is not None and value != "":
                     files[column] = as_files(value, self._media, column)
-                    named += [one for one in (value if isinstance(value, list) else [value]) if is_media_path(one)]
+                    named += names_of_files(value)
             return Row(where=where, values=values, files=files, named=tuple(named))
 
     def sample(self, number: int, layout: Layout) -> RowSample:
