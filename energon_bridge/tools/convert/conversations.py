@@ -493,8 +493,8 @@ def _extensions(row: Row) -> set[str]:
 
 def check_withheld(row: Row, layout: Layout) -> None:
     """Raise SourceError for a row that is held out, or was rejected, by a column that is no field of the layout."""
-    fields = {access.partition("[")[0] for access in layout.fields.values()}
-    beside = {name: value for name, value in row.values.items() if name not in fields}
+    taken = layout.columns
+    beside = {name: value for name, value in row.values.items() if name not in taken}
     fault = fault_of_split(held_out_by(beside), layout.held_out) or fault_of_verdict(
         beside, find_pair(row.values) or ()
     )

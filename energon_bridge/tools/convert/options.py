@@ -61,6 +61,7 @@ def key_of_options(options: ConvertOptions) -> bytes:
 def _plain_layout(layout: Layout) -> list[Any]:
     questions: dict[str, Any] = {"ignored": sorted(layout.ignored)} if layout.ignored else {}
     questions |= {name: value for name in ("question", "answers_as") if (value := getattr(layout, name)) is not None}
+    questions |= {"templates": dict(layout.templates)} if layout.templates else {}
     kept = [*["preferred"] * layout.preferred, *[questions] * bool(questions)]
     return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *kept]
 

@@ -38,6 +38,7 @@ from energon_bridge.core.format.nvmeta import (
     INDEX_SQLITE,
     INDEX_UUID,
     INFO_JSON,
+    PARTS_FOLDER,
     has_checksums,
     meta_path,
     render_info,
@@ -51,7 +52,6 @@ from energon_bridge.core.storage import LocalStore, open_store
 from energon_bridge.tools.check.media import MediaFilter, add_media, metadata_row, read_media
 from energon_bridge.tools.convert.edits import edited_dataset, edited_splits
 
-PARTS_FOLDER = ".nv-meta.parts"
 END_BYTES = 1024
 """Zeros at the end of an archive."""
 

@@ -151,7 +151,7 @@ def test_tables(tmp_path):
     assert json.loads(members(tmp_path / "out")["000000002.json"]) == {
         "Caption": 'a "quoted"\nlong caption 2',
         "year": "1992",
-        "files": ["2.jpg"],
+        "files": ["2.png"],
     }
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from sources import content, convert, converted, llava, members, meta, picture, refused
+from commands import refusal_of
+from sources import content, convert, converted, llava, members, meta, picture, read, refused
 
 from energon_bridge.core.format.nvmeta import read_info
 from energon_bridge.core.storage import open_store
@@ -273,3 +274,147 @@ def test_samples_keep_the_names_of_their_files(tmp_path: Path) -> None:
     source = listed(tmp_path / "in/list.csv", 7, 10)
     found = members(converted(source, tmp_path / "out", "--split-ratio", "1,0,0"))
     assert [json.loads(found[f"{n:09d}.json"])["files"] for n in range(3)] == [["7.jpg"], ["8.jpg"], ["9.jpg"]]
+
+
+def test_lint_names_the_file_of_the_source(tmp_path: Path) -> None:
+    source = listed(tmp_path / "in/list.csv", 7, 10)
+    (tmp_path / "in/8.jpg").write_bytes(picture(8)[:200])
+    out = converted(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    (line,) = [line for line in refusal_of("lint", out).splitlines() if "000000001" in line]
+    assert "key '000000001', part 'jpg' (of 8.jpg): " in line
+
+
+# --- lists that tell their splits ---------------------------------------------------------------------------------
+
+
+def shares(out: Path) -> dict[str, list[int]]:
+    """Return the numbers of the pictures in each split part."""
+    numbers = {picture(number): number for number in range(40)}
+    found: dict[str, list[int]] = {}
+    for name, data in samples(out).items():
+        found.setdefault(name.partition(":")[0], []).append(numbers[data])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "part"),
+    [
+        ("val.csv", {}, "val"),
+        ("my_test_part.csv", {}, "test"),
+        ("Validation-2.csv", {}, "val"),
+        ("list.csv", {"split": "dev"}, "val"),
+        ("list.csv", {"is_test": "true"}, "test"),
+        ("val.csv", {"phase": "Testing"}, "test"),
+    ],
+)
+def test_a_list_of_one_split_is_of_that_split(tmp_path: Path, name: str, column: dict[str, str], part: str) -> None:
+    source = listed(tmp_path / "in" / name, 0, 12, **column)
+    told = f"the column {next(iter(column))}" if column else f"the name {name}"
+    shown = f"Split: {part} 12, as {told} says (--split-ratio gives another)"
+    assert shown in convert(source, tmp_path / "out", "--dry-run")
+    assert shown in convert(source, tmp_path / "out")
+    assert shares(tmp_path / "out") == {part: [*range(12)]}
+    convert(source, tmp_path / "cut", "--split-ratio", "1,1,0")
+    assert sorted(map(len, shares(tmp_path / "cut").values())) == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [("train.csv", {}), ("train_val.csv", {}), ("list.csv", {"split": "train"}), ("latest.csv", {})]
+)
+def test_other_lists_are_cut_by_ratios(tmp_path: Path, name: str, column: dict[str, str]) -> None:
+    assert "Split: train 9, val 1\n" in convert(listed(tmp_path / "in" / name, 0, 12, **column), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "column"), [("devset.csv", {}), ("list.csv", {"partition": "2"})])
+def test_a_list_that_is_held_out_in_other_words_asks(tmp_path: Path, name: str, column: dict[str, str]) -> None:
+    source = listed(tmp_path / "in" / name, 0, 12, **column)
+    assert "says that it is held out, but not whether for validation or for tests" in refused(source, tmp_path / "out")
+    convert(source, tmp_path / "out", "--split-ratio", "0,0,1")
+    assert shares(tmp_path / "out") == {"test": [*range(12)]}
+
+
+def of_several(path: Path, count: int) -> tuple[Path, dict[str, list[int]]]:
+    """Write a list whose column says the split of each row, in all spellings, one after another."""
+    names = ("train", "Validation", "test", "training", "dev")
+    listed(path, 0, count)
+    header, *rows = path.read_text().splitlines()
+    rows = [f"{header},split", *(f"{row},{names[n % 5]}" for n, row in enumerate(rows))]
+    path.write_text("".join(f"{row}\n" for row in rows))
+    wanted = {"train": (0, 3), "val": (1, 4), "test": (2,)}
+    return path, {part: [n for n in range(count) if n % 5 in of] for part, of in wanted.items()}
+
+
+def test_a_column_of_splits_is_the_split(tmp_path: Path) -> None:
+    source, wanted = of_several(tmp_path / "in/list.csv", 17)
+    assert "Split: train 7, val 7, test 3, as the column split says" in convert(source, tmp_path / "out", "--dry-run")
+    out = converted(source, tmp_path / "out")
+    assert shares(out) == wanted
+    assert samples(out)["test:000000007"] == picture(7)
+    before, keys = tars(out), samples(out)
+    source, wanted = of_several(source, 29)
+    convert(source, out)
+    assert shares(out) == wanted
+    assert before.items() <= tars(out).items()
+    assert keys.items() <= samples(out).items()
+    by_hand = ("--split-ratio", "9,1,0")
+    assert "`split` is " in refused(source, tmp_path / "hand", *by_hand)
+    assert sum(map(len, shares(converted(source, tmp_path / "all", *by_hand, "--ignore", "split")).values())) == 29
+    assert "Split: train 9, val 1\n" in convert(source, tmp_path / "ignored", "--ignore", "split")
+
+
+def test_a_folder_of_lists_has_their_splits(tmp_path: Path) -> None:
+    source = lists(tmp_path / "in", {"train": 4, "val": 2, "test": 1})
+    for number, kind in enumerate(((), ("--kind", "table"), ("--kind", "lists"))):
+        output = convert(source, tmp_path / str(number), *kind)
+        assert "3 lists, each CSV, 7 samples" in output
+        assert "Split: train 4, val 2, test 1\n" in output
+    listed(source / "more.csv", 300, 301)
+    assert "train.csv, val.csv, test.csv" in refused(source, tmp_path / "out")
+    (tmp_path / "none").mkdir()
+    assert "--kind table is for a list, and this folder has none" in refused(
+        tmp_path / "none", tmp_path / "out", "--kind", "table"
+    )
+
+
+# --- fields made of several columns -------------------------------------------------------------------------------
+
+
+def test_fields_made_of_several_columns(tmp_path: Path) -> None:
+    source = listed(tmp_path / "in/list.csv", 0, 3, price="7,50")
+    out = converted(source, tmp_path / "out", "--field", "caption={title}: {caption}", "--split-ratio", "1,0,0")
+    assert [one.caption for one in read(out)] == [[f"title {n}: caption {n}"] for n in range(3)]
+    question = ("--question", 'Was kostet "{title}"?', "--field", "answers=price", "--split-ratio", "1,0,0")
+    for number, kind in enumerate(((), ("--sample-type", "VQASample"))):
+        asked = read(converted(source, tmp_path / f"asked{number}", *question, *kind))
+        assert [one.context for one in asked] == [[f'Was kostet "title {n}"?'] for n in range(3)]
+        assert [one.answers for one in asked] == [[["7,50"]]] * 3
+    message = refused(source, tmp_path / "wrong", "--field", "caption={titel}: {caption}")
+    assert "--field caption={titel}: {caption}: the first rows have no such column as 'titel'" in message
+
+
+def test_a_template_needs_its_columns(tmp_path: Path) -> None:
+    source = tmp_path / "list.jsonl"
+    rows = [{"image": "0.jpg", "caption": "a", "title": "t"}, {"image": "0.jpg", "caption": "b", "title": None}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "0.jpg").write_bytes(picture(0))
+    message = refused(source, tmp_path / "out", "--field", "caption={title}: {caption}", "--split-ratio", "1,0,0")
+    assert f"{source}, line 2: `title` is null, but '{{title}}: {{caption}}' needs its text or number." in message
+
+
+# --- what is not finished -----------------------------------------------------------------------------------------
+
+
+def test_a_stopped_conversion_says_so(tmp_path: Path) -> None:
+    source = listed(tmp_path / "in/list.csv", 0, 4)
+    (tmp_path / "in/3.jpg").unlink()
+    flags = ("--samples-per-shard", 2, "--split-ratio", "1,0,0")
+    refused(source, tmp_path / "out", *flags)
+    assert "is not finished, since what wrote it was stopped. Run it again" in refusal_of("info", tmp_path / "out")
+    (tmp_path / "in/3.jpg").write_bytes(picture(3))
+    assert "Unchanged: 1 shard." in convert(source, tmp_path / "out", *flags)
+
+
+def test_names_in_other_capitals_are_named(tmp_path: Path) -> None:
+    (tmp_path / "Blue Cup 7 (Big).JPG").write_bytes(picture(0))
+    (tmp_path / "list.csv").write_text("image,caption\nblue cup 7 (big).jpg,cup\n")
+    assert f"There is {tmp_path}/Blue Cup 7 (Big).JPG" in refused(tmp_path / "list.csv", tmp_path / "out")
