@@ -508,6 +508,11 @@ def template_columns(template: str) -> list[str]:
     return list(dict.fromkeys(_COLUMN.findall(template)))
 
 
+def with_texts(template: str, texts: Mapping[str, str]) -> str:
+    """Return a template with the texts of its columns."""
+    return _COLUMN.sub(lambda match: texts[match[1]], template.replace("\\n", "\n"))
+
+
 def filled(
     template: str, entry: Mapping[str, Any], pair: tuple[str, str] | None, given: AnswersAs | None = None
 ) -> tuple[str, str, str | None]:
@@ -531,7 +536,7 @@ def filled(
             _listed(column, value) if isinstance(value, list | tuple | Mapping) and column.lower() in CHOICES else None
         )
         texts[column] = listed.lines if listed else str(value) if _is_plain(value) else _context(column, value)
-    question = _COLUMN.sub(lambda match: texts[match[1]], template.replace("\\n", "\n"))
+    question = with_texts(template, texts)
     options = options_of(entry)
     if options is None:
         return question, right, None

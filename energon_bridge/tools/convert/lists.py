@@ -62,6 +62,7 @@ from energon_bridge.tools.convert.conversations import (
     known_form,
     learnable,
     media_columns,
+    names_of_files,
     only_preferred,
 )
 from energon_bridge.tools.convert.rows import (
@@ -110,11 +111,13 @@ class TableSource:
                 return conversation_row(entry, where, self._media)
             values = dict(entry)
             files = {}
+            named: list[str] = []
             for column in media_columns(entry, self._columns):
                 value = values.pop(column, None)
                 if value is not None and value != "":
                     files[column] = as_files(value, self._media, column)
-            return Row(where=where, values=values, files=files)
+                    named += names_of_files(value)
+            return Row(where=where, values=values, files=files, named=tuple(named))
 
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample to be read; raises SkipSample for one that is not preferred."""
@@ -670,7 +673,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
 
     `remedy` says how to leave a column out, with COLUMN for its name.
     """
-    if layout.question is not None:
+    if layout.question is not None or layout.fields.get("context") in layout.templates:
         return
     _check_texts(rows, layout)
     if "label" in layout.fields or "label_name" in layout.fields or "caption" in layout.fields:
@@ -678,7 +681,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     if not (layout.is_crude or "context" in layout.fields):
         return
     _check_order(rows, layout)
-    mapped = {access.partition("[")[0] for access in layout.fields.values()}
+    mapped = layout.columns
     known = (*KNOWN_BESIDE, *mapped, *layout.ignored)
     short: dict[str, list[str]] = {}
     for at, row in enumerate(rows):
@@ -735,7 +738,7 @@ def _check_labels(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
 
     A text that is the same wherever its label is describes the class.
     """
-    mapped = {access.partition("[")[0] for access in layout.fields.values()}
+    mapped = layout.columns
     values = [{name: one for name, one in row.values.items() if name not in layout.ignored} for row in rows]
     label = layout.fields.get("label_name", layout.fields.get("label", ""))
     texts: dict[str, None] = {}
@@ -827,7 +830,7 @@ def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, 
 
 def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
     """Return the columns that neither fields nor conversations take; of other crude samples none, for all are kept."""
-    used = {access.partition("[")[0] for access in layout.fields.values()} | {*layout.ignored, "files"}
+    used = layout.columns | {*layout.ignored, "files"}
     names: dict[str, None] = {}
     for row in rows:
         taken: Iterable[str] = ()
