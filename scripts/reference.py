@@ -77,6 +77,7 @@ INTEGRATIONS = {
     "torchft": "trainers.torchft",
     "Weights that follow the losses": "trainers.feedback",
     "Prometheus": "trainers.prometheus",
+    "Reports under Lightning": "tools.report.callback",
     "Reports": "tools.report.recorder",
     "Transforms of images": "models.images.transforms",
 }

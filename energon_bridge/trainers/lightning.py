@@ -1,5 +1,5 @@
 """The data under Lightning: a callback for its loggers, a progress bar with epochs and waiting time, and weights of a
-mix that follow the losses. The report of a run is `tools/report/callback.py`.
+mix that follow the losses. The report of a run, `RunReport`, is imported from here too.
 
 All read the trainer's training loader, an `EnergonDataloader`; with any other loader they show nothing of the data. The
 figures of the loggers and the bar are those of one rank, the one that logs; steps that are not logged cost nothing.
@@ -14,6 +14,7 @@ from typing import Any
 
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import ConfigurationError, optional_packages
+from energon_bridge.core.registry import load
 from energon_bridge.trainers.feedback import MixFeedback
 
 with optional_packages():
@@ -216,3 +217,10 @@ def training_loader(trainer: Trainer) -> EnergonDataloader | None:
     """Return the trainer's training loader, if it is one of these."""
     loader = trainer.train_dataloader
     return loader if isinstance(loader, EnergonDataloader) else None
+
+
+def __getattr__(name: str) -> Any:
+    """Import `RunReport` when it is asked for: `tools/report`, which stands above the trainers, has it."""
+    if name != "RunReport":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return load("run", "report")

@@ -239,6 +239,11 @@ def read_metric(path: Path, name: str) -> dict[int, float]:
     return dict(sorted(values.items()))
 
 
+def lacks_validation(path: Path, step: int, interval: int) -> bool:
+    """Return whether a run was killed between the checkpoint of a step and the validation that was due after it."""
+    return step > 0 and interval > 0 and step % interval == 0 and step not in read_metric(path, "validation_loss")
+
+
 def rate(samples_per_second: float) -> str:
     """Format samples per second for the training line, with enough digits that slow steps are not 0."""
     return f"{samples_per_second:.0f}" if samples_per_second >= 10 else f"{samples_per_second:.2g}"
@@ -338,6 +343,31 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         os.replace(temporary, target)
 
 
+class DueValidation(Callback):
+    """Validate before the first step of a resumed run if the earlier one was killed before it came to that.
+
+    Args:
+        metrics_path: `metrics.jsonl`, which has the validations that were done.
+        interval: Steps between two validations; 0: none during training.
+    """
+
+    def __init__(self, metrics_path: Path, *, interval: int) -> None:
+        self.metrics_path = metrics_path
+        self.interval = interval
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate as Lightning does between two steps."""
+        step = trainer.global_step
+        due = trainer.is_global_zero and lacks_validation(self.metrics_path, step, self.interval)
+        if step >= trainer.max_steps or not trainer.strategy.broadcast(due):
+            return
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        loop.restarting = False  # its counts in the checkpoint are those of the validation before
+        trainer.validating = True
+        loop.run()
+        trainer.training = True
+
+
 class Checkpointer(Callback):
     """Save at intervals, at the end, and when the process is asked to stop (SIGTERM).
 
@@ -375,6 +405,7 @@ class Checkpointer(Callback):
             logger.warning("received SIGTERM: saved step %d, exiting", step)
             self.stopped = True
             trainer.should_stop = True
+            trainer.limit_val_batches = 0  # or Lightning validates before it stops
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give SIGTERM back to Lightning, which restores the handler before its own."""

@@ -41,10 +41,10 @@ from energon_bridge import (
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.tools.report import recorder as report
-from energon_bridge.tools.report.callback import RunReport
 from energon_bridge.tools.report.page import write_report
 from energon_bridge.tools.report.recorder import MOST_SLOW, Curve, RankSummary, RunRecorder, gathered, summary
 from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
+from energon_bridge.trainers.lightning import RunReport
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),

@@ -42,6 +42,7 @@ from energon_bridge.training.callbacks import (
     append_metrics,
     append_validation,
     clock,
+    lacks_validation,
     rate,
     read_losses,
     read_metric,
@@ -201,6 +202,10 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
         discard_replaced(run_dir)
     validated: tuple[int, float, list[Prediction]] | None = None
     stop = False
+    if step < config.train.max_steps and _lacks_validation(config, ranks, step):
+        _validate(training, bundle, data, step)
+        progress.restart_clock()
+        recorder.start(loader)
     with _asked_to_stop() as asked:
         while step < config.train.max_steps and not stop:
             batches: list[MultiModalBatch] = []
@@ -228,7 +233,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
                 validated = (step, *_validate(training, bundle, data, step))
                 progress.restart_clock()
                 recorder.start(loader)
-    _report(config, ranks, recorder, loader)
+    _report(config, ranks, recorder, loader, stopped=stop)
     if stop:
         logger.warning("received SIGTERM: saved step %d, exiting", step)
         return RunResult(step=step, validation_loss=None, read=None, stopped=True, main_rank=ranks.main)
@@ -287,8 +292,10 @@ def _result(training: Training, step: int, loss: float, predictions: list[Predic
     return RunResult(step=step, validation_loss=loss, read=read, stopped=False, main_rank=ranks.main)
 
 
-def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: EnergonDataloader) -> None:
-    """Write `report.html`; every rank must call it."""
+def _report(
+    config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: EnergonDataloader, *, stopped: bool
+) -> None:
+    """Write `report.html`, without pages of samples if the process has to end soon; every rank must call it."""
     summaries = gathered(summary(recorder, loader))
     if ranks.main:
         run_dir = Path(config.run_dir)
@@ -296,7 +303,10 @@ def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: Ener
         recorder.rate, recorder.validation = (
             Curve.of(read_metric(run_dir / "metrics.jsonl", name)) for name in ("lr", "validation_loss")
         )
-        write_report(run_dir / "report.html", summaries, recorder, title=report_title(config), spec=spec_of(loader))
+        spec = None if stopped else spec_of(loader)
+        facts = {"ended by": "SIGTERM"} if stopped else {}
+        title = report_title(config)
+        write_report(run_dir / "report.html", summaries, recorder, title=title, facts=facts, spec=spec)
 
 
 def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback | None) -> int:
@@ -315,6 +325,14 @@ def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback
     if feedback is not None and of_feedback is not None:
         feedback.load_state_dict(of_feedback)
     return step
+
+
+def _lacks_validation(config: RunConfig, ranks: Ranks, step: int) -> bool:
+    """Return whether the validation after a step, at which the run goes on, was due and is missing."""
+    path = Path(config.run_dir) / "metrics.jsonl"
+    lacks = [ranks.main and lacks_validation(path, step, config.validation.interval)]
+    dist.broadcast_object_list(lacks)
+    return lacks[0]
 
 
 def _validate(

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import output_of
 from delivered import delivered
 from sources import convert, picture, refused, write_pictures
+from tar_builder import write_tar
 
 from energon_bridge.core.errors import SourceError
+from energon_bridge.models.conversations.conversation import in_parts, read_conversation
 
 ALL = ("--split-ratio", "1,0,0")
 ANSWER = {"role": "assistant", "content": "x"}
@@ -90,6 +93,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--ignore premise",
     ),
     "choices, as of M4-Instruct": (talk(choice_list=["a dog", "a cat"]), "--ignore choice_list"),
+    "turns that say another order": (
+        {
+            "messages": [
+                {"role": "assistant", "content": "x", "turn": 1},
+                {"role": "user", "content": "What?", "turn": 0},
+            ]
+        },
+        "the turns are not in their order, which `turn` says",
+    ),
+    "numbers between tags": (
+        {"messages": [{"role": "user", "content": "<image>1</image> What?"}, ANSWER]},
+        "a text names an image as '<image>1</image>'",
+    ),
     "a sound in a text": (
         {"messages": [{"role": "user", "content": "<audio>a.wav</audio> What?"}, ANSWER]},
         "write '<audio>' there, and its path in `audios`",
@@ -319,9 +335,22 @@ def test_numbered_images_beside_a_list_of_images_are_refused(tmp_path: Path) -> 
     assert [len(one.images) for one in delivered(tmp_path / "out")] == [1]
 
 
-@pytest.mark.parametrize("column", ["mask", "solution_image", "thumbnail", "output_image"])
+@pytest.mark.parametrize("column", ["solution_image", "answer_image", "target_img"])
+@pytest.mark.parametrize("beside", [{}, {"image": "a.png"}])
+def test_pictures_of_answers_are_not_shown_with_the_question(
+    column: str, beside: dict[str, str], tmp_path: Path
+) -> None:
+    path = written(tmp_path, [{**beside, column: "b.png", "question": "What?", "answer": "x"}])
+    said = f"the file in `{column}` seems to belong to the answer, and the question would show it"
+    assert said in refused(path, tmp_path / "out", *ALL)
+    convert(path, tmp_path / "out", *ALL, "--ignore", column)
+    (sample,) = delivered(tmp_path / "out")
+    assert not beside or sample.image.shape[-2:] == (16, 16)  # of a.png
+
+
+@pytest.mark.parametrize("column", ["mask", "thumbnail", "depth_map"])
 def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) -> None:
-    """Masks are drawn from the image, and the picture of a solution tells the answer."""
+    """Masks are drawn from the image."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     asked = {"question": "What?", "answer": "x"}
@@ -339,6 +368,42 @@ def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) 
     alone = {column: "b.png", **asked}
     convert(written(tmp_path, [alone]), tmp_path / "alone", *ALL)
     assert len(delivered(tmp_path / "alone")) == 1
+
+
+def test_frames_in_a_column_of_videos_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    frames = [{"bytes": picture(number), "path": None} for number in range(2)]
+    row = {"video": frames, "question": "What?", "answer": "x"}
+    parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    assert "`video` is images" in refused(tmp_path / "rows.parquet", tmp_path / "out", *ALL)
+    with pytest.raises(SourceError, match="`video` is images, which would be shown as such"):
+        delivered(tmp_path / "rows.parquet")
+
+
+def test_choices_that_are_pictures_stand_on_lines_of_their_own(tmp_path: Path) -> None:
+    """MMMU: the line break behind a picture belongs to it, the one between two choices does not."""
+    names = ["a.png", "b.png"]
+    row = {"question": "Which?", "options": "['<image 1>', '<image 2>']", "answer": "B", "images": names}
+    convert(written(tmp_path, [row]), tmp_path / "out", *ALL)
+    (sample,) = delivered(tmp_path / "out")
+    turns = in_parts(read_conversation(sample)).turns
+    shown = "".join(part.text if part.kind == "text" else "IMAGE" for part in turns[0].parts)
+    assert shown.startswith("Which?\nA. IMAGE\nB. IMAGE\nAnswer with")
+
+
+def test_masks_in_tars_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As datasets of segmentation name them: `0.jpg`, `0.mask.png`, and here the turns in `0.json`."""
+    for number, name in enumerate(("whole", "told")):
+        content = {**talk(), "images": ["jpg"]} if name == "told" else talk()
+        parts = [("0.jpg", picture(0)), ("0.mask.png", picture(1, "PNG")), ("0.json", json.dumps(content).encode())]
+        write_tar(tmp_path / f"{number}" / "a.tar", parts)
+        output_of("prepare", tmp_path / f"{number}", *ALL, "--sample-type", "CrudeWebdataset")
+    with pytest.raises(Exception, match="skipped"):
+        delivered(tmp_path / "0")
+    assert "the sample has the images jpg, mask.png, and all of them would be shown" in caplog.text
+    (sample,) = delivered(tmp_path / "1")
+    assert [image.shape[-2:] for image in sample.images] == [(16, 16)]
 
 
 def test_files_beside_turns_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
