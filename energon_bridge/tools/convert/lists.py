@@ -786,8 +786,8 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
                 is_image = medium_by_name(f"x.{first.extension}") == "image"
                 if is_image and re.fullmatch(r"(video|audio|sound)s?", name.lower()):
                     raise SourceError(
-                        f"{row.where}: `{name}` is images, which would be shown as such: make one file of the frames of "
-                        "a video, or call the column images."
+                        f"{row.where}: `{name}` is images, which would be shown as such: make one file of the frames "
+                        "of a video, or call the column images."
                     )
                 kinds.setdefault(medium_by_name(f"{name}.{first.extension}"), []).append(name)
         for kind, names in kinds.items():
@@ -839,7 +839,7 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
             taken = (
                 *CONVERSATIONS,
                 *SEVERAL,
-                *KNOWN_BESIDE,
+                *(KNOWN_BESIDE - {"label", "objects"}),
                 *row.files,
                 *(pair or ()),
                 *(name for name in row.values if row.files and segment_meaning(name) is not None),
