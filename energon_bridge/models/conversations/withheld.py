@@ -118,7 +118,7 @@ _IF_SET = re.compile(
     r"|dropped|cancel{1,2}ed|corrupt(?:ed)?|broken|incorrect)|discard|is_(?:invalid|bad|wrong)"
 )
 _IF_NOT_SET = re.compile(
-    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include"
+    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include|is_safe"
 )
 _WEIGHTS = re.compile(r"(?:(?:sample|example|row|data|train|training|loss)_)?weight|loss(?:_scale|_mask)?")
 """Numbers that say how much a sample or turn counts for the loss: 0, and it is not learned."""

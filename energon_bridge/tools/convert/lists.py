@@ -842,7 +842,7 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
             taken = (
                 *CONVERSATIONS,
                 *SEVERAL,
-                *KNOWN_BESIDE,
+                *(KNOWN_BESIDE - {"label", "objects"}),
                 *row.files,
                 *(pair or ()),
                 *(name for name in row.values if row.files and segment_meaning(name) is not None),
