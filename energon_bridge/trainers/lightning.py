@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from energon_bridge.core.dataloader import EnergonDataloader
@@ -127,6 +128,68 @@ class MixFeedbackCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of the feedback."""
         self.feedback.load_state_dict(state_dict)
+
+
+class GlobalBatches(Callback):
+    """Keep the optimizer steps of the trainer on the global batches of the data; the data module adds it by itself.
+
+    Lightning counts the microbatches of one rank, and steps where that is a multiple of `accumulate_grad_batches`. A
+    checkpoint that goes on with another number of them, as on other ranks, has its count converted: else global batches
+    would be cut elsewhere from then on.
+
+    Args:
+        data: The data module of the trainer.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Convert the count of a checkpoint.
+
+        Raises:
+            ConfigurationError: It was saved within an optimizer step.
+        """
+        here = trainer.accumulate_grad_batches
+        there = (checkpoint.get(type(self._data).__qualname__) or {}).get("accumulate_grad_batches", here)
+        if here == there or not pl_module.automatic_optimization:
+            return
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        if rest := progress["total"]["ready"] % there:
+            raise ConfigurationError(
+                f"the checkpoint was saved within an optimizer step, after {rest} of {there} microbatches of each "
+                f"rank, and here a step has {here}: go on with accumulate_grad_batches={there} on as many ranks as "
+                "before, or from a checkpoint between two steps"
+            )
+        for counts in (progress["total"], progress["current"]):
+            under_way = counts["ready"] - counts["completed"]  # one, if it was saved in `on_train_batch_end`
+            done = counts["ready"] // there * here
+            counts.update(ready=done, started=done, processed=done, completed=done - under_way)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the microbatches of an optimizer step with those of a global batch.
+
+        Raises:
+            ConfigurationError: They differ.
+        """
+        step = microbatches_per_step(trainer, pl_module)
+        config = self._data.train_dataloader().loader.config
+        wanted = config.microbatches_per_global_batch
+        if step is None or wanted is None or step * config.dp_size == wanted:
+            return
+        sizes = f"global_batch_size={self._data.global_batch_size} and micro_batch_size={self._data.micro_batch_size}"
+        raise ConfigurationError(
+            f"{sizes} are {wanted} microbatches an optimizer step, but the trainer steps after {step} of each of the "
+            f"{config.dp_size} data-parallel ranks: Trainer(accumulate_grad_batches={wanted // config.dp_size}), or "
+            "leave global_batch_size out"
+        )
+
+
+def microbatches_per_step(trainer: Trainer, module: LightningModule) -> int | None:
+    """Return the microbatches of a rank that the trainer takes for an optimizer step; None: the module decides that."""
+    if not module.automatic_optimization or "dataloader_iter" in signature(module.training_step).parameters:
+        return None
+    return int(trainer.accumulate_grad_batches)
 
 
 class EnergonProgressBar(TQDMProgressBar):

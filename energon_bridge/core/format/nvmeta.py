@@ -176,6 +176,8 @@ SPLIT_JSON = "split.json"
 NOTHING: frozenset[tuple[str, str]] = frozenset()
 """No excluded samples: one object for all datasets of a mix."""
 DEFAULT_DATASET_CONFIG = "dataset.yaml"
+PARTS_FOLDER = ".nv-meta.parts"
+"""Where shards are until all of a conversion are finished."""
 CHECKSUMS = ".checksums"
 # The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
 FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
@@ -320,6 +322,11 @@ def not_prepared(root: str) -> NotPreparedError:
     refuse_meta_path(root, root)
     if inner := sorted(path.parent.parent.name for path in Path(root).glob(f"*/{meta_path(INFO_JSON)}")):
         return NotPreparedError(f"{root}: not prepared itself, but {prepared_within(inner)}")
+    if Path(root, PARTS_FOLDER).is_dir():
+        return NotPreparedError(
+            f"{root}: is not finished, since what wrote it was stopped. Run it again with the same source and options: "
+            "`energon convert` continues where it was."
+        )
     far = ""
     if root.startswith(("http://", "https://")):
         far = " A web server cannot list its files, so parquet files there are given by their own URLs."

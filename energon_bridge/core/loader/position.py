@@ -186,6 +186,13 @@ class Position(ABC):
             ConfigurationError: It is no number of steps, or passes without microbatches never reach it.
         """
         step = check_number("start_at", step, 0)
+        if step and (does := self.plan.data.joins_samples):
+            logger.warning(
+                "start_at=%d: the run %s, so which samples came before that step is not known without reading them; it "
+                "begins as if each row had been one sample, and some come again. A state goes on exactly",
+                step,
+                does,
+            )
         virtual = self.plan.data.settings.virtual_epoch_length
         self.epoch_steps = step % virtual if virtual else 0
         self.turn = 0

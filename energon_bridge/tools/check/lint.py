@@ -7,11 +7,12 @@ raised.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -62,7 +63,10 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that keeps a sample (or, without a key, a whole shard) from loading."""
+    """Something that keeps a sample (or, without a key, a whole shard) from loading.
+
+    `files` are those that the sample was converted from, as the source names them.
+    """
 
     dataset: str
     split_part: str = ""
@@ -71,12 +75,14 @@ class Problem:
     part: str | None = None
     message: str
     remedy: str = ""
+    files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         key = f", key {self.key!r}" if self.key is not None else ""
         part = f", part {self.part!r}" if self.part is not None else ""
         split_part = f", {self.split_part}" if self.split_part else ""
-        return f"{self.dataset}{split_part}: shard {self.shard!r}{key}{part}: {self.message}"
+        files = f" (of {', '.join(self.files)})" if self.files else ""
+        return f"{self.dataset}{split_part}: shard {self.shard!r}{key}{part}{files}: {self.message}"
 
 
 LEAVE_OUT = "add it as SHARD/KEY to `exclude` of split.yaml"
@@ -400,9 +406,13 @@ class _ShardCheck:
             self._num_checked += 1
             keys.append(key)
             names.append(frozenset(parts))
+            before = len(self._problems)
             for difference in checksums.differences(index, key, parts, complete=True) if checksums else ():
                 self.report(CorruptShardError(difference), key=key)
             self._note(key, parts, self._check_sample(index, key, parts))
+            if len(self._problems) > before:
+                files = _files_of(parts)
+                self._problems[before:] = [replace(one, files=files) for one in self._problems[before:]]
         for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(self._name)):
             self.report(rest, key=keys[number])
         if len(keys) == self._num_checked:
@@ -561,6 +571,16 @@ def check_conversation(sample: Mapping[str, Any]) -> None:
         video_of(video, fps=1, least=1, most=1)
     for sound in cut(said.audios):
         sound_of(sound, rate=16_000)
+
+
+def _files_of(parts: Mapping[str, memoryview]) -> tuple[str, ...]:
+    """Return the files that a sample was converted from, as its JSON names them; none if it does not."""
+    try:
+        content = json.loads(bytes(parts.get("json", b"null")))
+    except ValueError:
+        return ()
+    files = content.get("files") if isinstance(content, dict) else None
+    return tuple(str(name) for name in files) if isinstance(files, list) else ()
 
 
 def _leave(sample: Mapping[str, Any]) -> None:

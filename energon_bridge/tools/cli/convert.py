@@ -61,6 +61,7 @@ from energon_bridge.tools.convert.rows import Layout, Source, check_layout, firs
 from energon_bridge.tools.convert.shard_plan import propose_samples_per_shard
 from energon_bridge.tools.convert.sources import KINDS, open_source
 from energon_bridge.tools.convert.speech import PROMPT
+from energon_bridge.tools.convert.split_rows import by_own_split
 
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
@@ -83,7 +84,11 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option("--stream", "streaming", is_flag=True, help="Of the hub: read parquet files by ranges; no download.")
 @click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeSample, ...")
 @click.option(
-    "--field", "fields", multiple=True, metavar="FIELD=COLUMN", help="Column of a field: caption=captions[0]."
+    "--field",
+    "fields",
+    multiple=True,
+    metavar="FIELD=COLUMN",
+    help="Column of a field: caption=captions[0], 'caption={title}: {text}'.",
 )
 @click.option("--split-ratio", default=None, help="Shares of train, val and test, by sample: 99,1,0.")
 @click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle the samples of each split part.")
@@ -180,12 +185,18 @@ def command(
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
     click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
+    in_splits = bool(opened.split_parts)
+    told_by = None
+    if not in_splits and split_ratio is None and opened.kind != "mix":
+        given = _given_fields(fields).values()
+        taken = {*ignored, *(name for one in given for name in template_columns(one) or [one.partition("[")[0]])}
+        opened, told_by = by_own_split(opened, source, taken)
     if opened.left_out:
         click.echo(f"Left out: {', '.join(opened.left_out)}.")
     check_first_files(opened)
     of_rows = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
     layout = replace(_layout(opened, sample_type, fields, of_rows, asking=asking), preferred=preferred)
-    if not opened.split_parts and opened.kind not in _KEPT:
+    if not in_splits and len(opened.split_parts) < 2 and opened.kind not in _KEPT:
         layout = replace(layout, held_out=first_held_out(row.values for row in first_rows(opened)))
     check_layout(layout)
     flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
@@ -210,7 +221,7 @@ def command(
         max_pixels=max_pixels,
         quality=quality,
     )
-    _show(opened, options)
+    _show(opened, options, told_by)
     if dry_run:
         click.echo(f"A dry run: it looked only at the first {_SHOWN} samples, and wrote nothing to {out}.")
         return None
@@ -276,15 +287,18 @@ def _layout(
                 f"{', '.join(sorted(columns))}."
             )
     proposed = source.propose()
+    if of_rows.question is not None and fields and sample_type is None:
+        sample_type = "VQASample"
+    if of_rows.question is not None and sample_type is not None and not _is_crude(sample_type):
+        fields = (*fields, f"context={of_rows.question}")
+        of_rows = replace(of_rows, question=None)
     if of_rows.question is not None:
         of_rows = replace(of_rows, answers_as=of_rows.answers_as or answers_of(rows))
     if of_rows.ignored or of_rows.question:
         proposed = propose_layout([by_options(row, of_rows) for row in rows])
     layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking)
-    if of_rows.question is not None and not layout.is_crude:
-        raise ConfigurationError(
-            f"--question makes conversations, which a {layout.sample_type} is not: leave out --sample-type."
-        )
+    if of_rows.question is not None and not layout.is_crude:  # by an answer to a question of ours
+        raise ConfigurationError(f"--question makes conversations, which a {layout.sample_type} is not.")
     given = of_rows.answers_as or (answers_of(rows) if layout.is_crude else None)
     layout = replace(layout, ignored=of_rows.ignored, question=of_rows.question, answers_as=given)
     check_beside(rows, layout, _TOLD)
@@ -299,7 +313,9 @@ def _chosen_layout(
         name = click.prompt("Sample type", default=name)
     cls = sample_type_by_name(name)
     given = _given_fields(fields)
-    if issubclass(cls, CrudeSample):
+    templates = {f"{field}_composed": text for field, text in given.items() if template_columns(text)}
+    given |= {field: f"{field}_composed" for field in given if f"{field}_composed" in templates}
+    if _is_crude(name):
         return Layout(sample_type="CrudeSample", fields=given, bare=proposed.bare)
     rows = first_rows(source)
     files = list(dict.fromkeys(column for row in rows for column in row.files))
@@ -309,15 +325,21 @@ def _chosen_layout(
     if asking:
         chosen |= _asked_fields([one for one in described if one[0] not in given], chosen)
     wanted = {column.partition("[")[0] for column in chosen.values()}
+    columns = {*files, *(column for row in rows for column in row.values)}
     if source.kind not in _KEPT:  # whose fields name parts
-        _check_columns(chosen, {*files, *(column for row in rows for column in row.values)})
+        _check_columns({field: templates.get(access, access) for field, access in chosen.items()}, columns)
     first_file = next((column for column in files if column in wanted), None)
     return replace(
         proposed,
         sample_type=cls.__name__,
         fields=chosen,
+        templates=templates,
         bare=proposed.bare or (frozenset([first_file]) if first_file is not None else frozenset()),
     )
+
+
+def _is_crude(sample_type: str) -> bool:
+    return issubclass(sample_type_by_name(sample_type), CrudeSample)
 
 
 def _guessed(source: Source, proposed: Layout, cls: type, files: list[str]) -> dict[str, str]:
@@ -350,11 +372,11 @@ def _rule(source: Source, split_ratio: str | None, *, asking: bool) -> SplitRule
     return parse_ratio(click.prompt("Shares of train, val and test", default=proposed) if asking else proposed)
 
 
-def _show(source: Source, options: ConvertOptions) -> None:
+def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
     layout = options.layout
     click.echo(f"Sample type: {layout.sample_type}")
     for field, column in layout.fields.items():
-        click.echo(f"  {field} from {column}")
+        click.echo(f"  {field} from {repr(layout.templates[column]) if column in layout.templates else column}")
     if (prompt := getattr(source, "prompt", None)) is not None:
         click.echo(f"  conversations about sounds, each with the question {prompt!r} (--prompt gives another)")
     rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
@@ -373,7 +395,7 @@ def _show(source: Source, options: ConvertOptions) -> None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:
         parts = ", ".join(f"{name} {float(ratio):g}" for name, ratio in options.split.ratios if ratio)
-    click.echo(f"Split: {parts}")
+    click.echo(f"Split: {parts}" + f", as {told_by} says (--split-ratio gives another)" * bool(told_by))
     if options.reencodes:
         click.echo("Sizes are before scaling images down.")
     for number in range(min(_SHOWN, len(source))):
@@ -412,12 +434,15 @@ def _given_fields(fields: tuple[str, ...]) -> dict[str, str]:
 
 
 def _check_columns(chosen: Mapping[str, str], columns: set[str]) -> None:
-    """Raise ConfigurationError for a field of a column that is not there."""
-    for field, column in chosen.items():
-        if column.partition("[")[0] not in columns:
-            raise ConfigurationError(
-                f"--field {field}={column}: the first rows have no such column; they have {', '.join(sorted(columns))}."
-            )
+    """Raise ConfigurationError for a field of a column, or of a template with one, that is not there."""
+    for field, text in chosen.items():
+        for column in template_columns(text) or [text.partition("[")[0]]:
+            if column not in columns:
+                named = f" as {column!r}" if template_columns(text) else ""
+                raise ConfigurationError(
+                    f"--field {field}={text}: the first rows have no such column{named}; they have "
+                    f"{', '.join(sorted(columns))}."
+                )
 
 
 def _report(out: Path, done: Converted, options: ConvertOptions) -> None:

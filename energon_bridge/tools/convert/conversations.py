@@ -194,6 +194,16 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
     return media_file(value, media, any_kind=not is_media_column(column))
 
 
+def names_of_files(value: Any) -> list[str]:
+    """Return the paths in a value that `as_files` takes; contents have none."""
+    if isinstance(value, list):
+        return [name for one in value for name in names_of_files(one)]
+    path = value.get("path") if isinstance(value, Mapping) else value
+    if not isinstance(path, str) or path.startswith("data:") or is_base64(path):
+        return []
+    return [path.removeprefix("file://")]
+
+
 def known_form(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an entry whose turns are a list with a known name; raises SourceError if they are JSON text of no list."""
     try:
@@ -483,8 +493,8 @@ def _extensions(row: Row) -> set[str]:
 
 def check_withheld(row: Row, layout: Layout) -> None:
     """Raise SourceError for a row that is held out, or was rejected, by a column that is no field of the layout."""
-    fields = {access.partition("[")[0] for access in layout.fields.values()}
-    beside = {name: value for name, value in row.values.items() if name not in fields}
+    taken = layout.columns
+    beside = {name: value for name, value in row.values.items() if name not in taken}
     fault = fault_of_split(held_out_by(beside), layout.held_out) or fault_of_verdict(
         beside, find_pair(row.values) or ()
     )

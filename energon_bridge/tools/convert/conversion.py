@@ -2,7 +2,8 @@
 
 The samples of a shard are computed from their numbers, so the bytes do not depend on the workers. A finished shard
 leaves a record of its inputs. A conversion that is started again, after a kill or with a larger source, keeps the
-shards whose inputs have not changed. So tasks can convert shards anywhere, and one of them finishes the dataset.
+shards whose inputs have not changed, and refuses to replace others of a finished dataset. So tasks can convert shards
+anywhere, and one of them finishes the dataset.
 
     out/.nv-meta.parts/options.json   options of the conversion under way; others are refused
     out/.nv-meta/convert/             the same, and the records, of the finished one
@@ -17,7 +18,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -29,6 +31,7 @@ from energon_bridge.core.errors import ConfigurationError, SampleError, SkipSamp
 from energon_bridge.core.format.field_map import FieldMap
 from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path
 from energon_bridge.core.format.parallel import Progress, Task, Workers, map_shards, unseen
+from energon_bridge.core.prepare.indexing import ShardRecord
 from energon_bridge.core.storage import open_store
 from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
 from energon_bridge.tools.convert.finish import (
@@ -39,11 +42,19 @@ from energon_bridge.tools.convert.finish import (
     finish_dataset,
     is_whole,
     load_record,
+    record_before,
+    shards_before,
 )
-from energon_bridge.tools.convert.options import ConvertOptions, check_options, describe_conversion, key_of_options
+from energon_bridge.tools.convert.options import (
+    ConvertOptions,
+    changed_options,
+    check_options,
+    describe_conversion,
+    key_of_options,
+)
 from energon_bridge.tools.convert.rows import Source, contents_of, first_rows, named_otherwise
 from energon_bridge.tools.convert.scaling import reencoded
-from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, shards_of_plan
+from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, segments_of, shards_of_plan
 from energon_bridge.tools.convert.shards import (
     PartsFolder,
     ShardFile,
@@ -65,20 +76,20 @@ def convert(
     """Write the samples of a source as a prepared dataset; `progress(done, total)` counts samples.
 
     You can repeat it at any time: shards whose inputs have not changed are kept, but those from which an earlier run
-    skipped failed samples only with `skip_errors`. With `finish`, all shards must exist,
-    made by `convert_task`. Raises SourceError for a sample that cannot be converted (unless `skip_errors`),
-    ConfigurationError if `out` holds something else or, with `finish`, lacks shards.
+    skipped failed samples only with `skip_errors`; what a source has got at its end goes into shards of its own. With
+    `finish`, all shards must exist, made by `convert_task`. Raises SourceError for a sample that cannot be converted
+    (unless `skip_errors`), ConfigurationError if `out` holds something else, if a shard of the finished dataset would
+    change (unless `overwrite`) or, with `finish`, if shards are missing.
     """
     check_options(options)
-    plan = list(shards_of_plan(source, options))
-    description = describe_conversion(source, options)
     with PartsFolder(Path(out), lock="alone") as parts:
-        _begin(parts, description, overwrite=overwrite)
+        plan, description = _begin(parts, source, options, overwrite=overwrite)
         skipped: list[str] = []
         missing: list[str] = []
         reused = 0
         try:
-            for shard, made in _make_shards(parts, source, options, plan, num_workers, progress, find_only=finish):
+            doing = partial(_make_shard, parts.root, options, finish, overwrite)
+            for shard, made in _make_shards(doing, source, options, plan, num_workers, progress):
                 if made is None:
                     missing.append(shard)
                     continue
@@ -118,33 +129,71 @@ def convert_task(
     what `convert` raises.
     """
     check_options(options)
-    plan = task.of(list(shards_of_plan(source, options)))
     with PartsFolder(Path(out), lock="shared") as parts:
-        _begin(parts, describe_conversion(source, options), overwrite=False)
-        return sum(1 for _ in _make_shards(parts, source, options, plan, num_workers, progress))
+        plan, _ = _begin(parts, source, options, overwrite=False)
+        doing = partial(_make_shard, parts.root, options, False, False)
+        return sum(1 for _ in _make_shards(doing, source, options, task.of(plan), num_workers, progress))
 
 
-def _begin(parts: PartsFolder, description: bytes, *, overwrite: bool) -> None:
-    """Check that the folder belongs to this conversion, and mark it."""
-    _check_folder(parts, description, overwrite=overwrite)
+def _begin(
+    parts: PartsFolder, source: Source, options: ConvertOptions, *, overwrite: bool
+) -> tuple[list[tuple[str, np.ndarray]], bytes]:
+    """Check that the folder belongs to this conversion, and mark it; return the plan and its description."""
+    _check_folder(parts, describe_conversion(source, options, ()), overwrite=overwrite)
+    now = {name: count for _, name, count in segments_of(source)}
+    runs = [now] if overwrite else _runs(parts.root, source, now)
+    plan = list(shards_of_plan(source, options, runs))
+    planned = {shard for shard, _ in plan}
+    if not overwrite and (gone := [shard for shard in shards_before(parts.root) if shard not in planned]):
+        raise ConfigurationError(f"{parts.root}: {source.where} has no samples for {gone[0]} any more. {_REPLACING}")
+    description = describe_conversion(source, options, runs)
     path = parts.path / OPTIONS
     with writing(path):
         partial_path(path).write_bytes(description)
         os.replace(partial_path(path), path)
+    return plan, description
+
+
+_REPLACING = (
+    "Only what is added at the end of a source (of each of its lists, and of each split) leaves the shards and keys "
+    "that are there as they are, and a run may be reading those. Convert into another folder, or --overwrite all."
+)
+
+
+def _runs(root: Path, source: Source, now: Mapping[str, int]) -> list[Mapping[str, int]]:
+    """Return how many samples each segment had in each run so far that found more; raises ConfigurationError for fewer.
+
+    A conversion of an earlier version has not written it down: its records say it, if its segments are split parts.
+    """
+    path = root / META_FOLDER / RECORDS / OPTIONS
+    if not path.exists():
+        return [now]
+    runs = json.loads(path.read_bytes()).get("runs")
+    if not runs:
+        counts = Counter[str]()
+        for shard in shards_before(root):
+            record = record_before(root, shard)
+            part = shard.partition("/")[0] if source.split_parts else ""
+            counts[part] += 0 if record is None else len(record.scan.keys) + len(record.skipped)
+        runs = [counts] if counts.keys() <= now.keys() else [now]
+    for name, count in runs[-1].items():
+        if now.get(name, 0) < count:
+            which = f"{source.where}{f', {name}' * bool(name)}"
+            raise ConfigurationError(
+                f"{root}: {which} had {count:,} samples, and has {now.get(name, 0):,}. {_REPLACING}"
+            )
+    return runs if runs[-1] == now else [*runs, now]
 
 
 def _make_shards(
-    parts: PartsFolder,
+    make: Callable[[ShardJob], tuple[bool, list[str]] | None],
     source: Source,
     options: ConvertOptions,
     plan: Sequence[tuple[str, np.ndarray]],
     num_workers: Workers,
     progress: Progress,
-    *,
-    find_only: bool = False,
 ) -> Iterator[tuple[str, tuple[bool, list[str]] | None]]:
-    """Yield the name of each shard of a plan and what `_make_shard` returned for it."""
-    make = partial(_make_shard, parts.root, options, find_only)
+    """Yield the name of each shard of a plan and what `make` returned for it."""
     done = 0
     total = sum(len(numbers) for _, numbers in plan)
     with closing(map_shards(make, ShardJobs(source, options.layout, plan), num_workers=num_workers)) as results:
@@ -186,10 +235,13 @@ def check_first_files(source: Source) -> None:
     )
 
 
-def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: ShardJob) -> tuple[bool, list[str]] | None:
+def _make_shard(
+    root: Path, options: ConvertOptions, find_only: bool, overwrite: bool, job: ShardJob
+) -> tuple[bool, list[str]] | None:
     """Write a shard, unless it exists with the same inputs; return whether it did, and what was skipped.
 
-    With `find_only`, write nothing and return None for a shard that does not exist.
+    With `find_only`, write nothing and return None for a shard that does not exist. Raises ConfigurationError for one
+    of the finished dataset that has other inputs now, unless it is to be overwritten.
     """
     parts = root / PartsFolder.NAME
     digest = hashlib.blake2b(key_of_options(options), digest_size=16)
@@ -200,6 +252,9 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: Shard
     kept = there is not None and there.made_of == made_of and is_whole(root, job.shard, there)
     if there is not None and kept and (find_only or options.skip_errors or not there.num_failed):
         return True, there.skipped
+    before = record_before(root, job.shard)
+    if before is not None and before.made_of != made_of and not overwrite:
+        raise ConfigurationError(f"{root}: {job.shard} {_change(before, job)}. {_REPLACING}")
     if find_only:
         return None
     checksums = options.checksums or has_checksums(open_store(root))  # of a source that grew, the new ones too
@@ -227,6 +282,17 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: Shard
         shard.abort()
         raise
     return False, shard.close(made_of=made_of).skipped
+
+
+def _change(before: ShardRecord, job: ShardJob) -> str:
+    """Return what is other in a shard than it was before."""
+    keys = [sample.key for sample in job.samples]
+    moved = (
+        [] if before.skipped else [(was, is_) for was, is_ in zip(before.scan.keys, keys, strict=False) if was != is_]
+    )
+    if moved:
+        return f"begins to differ at the key {moved[0][0]!r}, where {moved[0][1]!r} is now"
+    return "was made of other content: rows, or the content, time or path of files, have changed"
 
 
 def _says_nothing(data: bytes) -> bool:
@@ -269,13 +335,10 @@ def _check_folder(parts: PartsFolder, description: bytes, *, overwrite: bool) ->
     for path in (parts.path / OPTIONS, root / META_FOLDER / RECORDS / OPTIONS):
         if not path.exists():
             continue
-        before = json.loads(path.read_bytes())
-        now = json.loads(description)
-        names = sorted({*before, *now} - {"skip_errors"})
-        other = [name for name in names if before.get(name) != now.get(name)]
+        other = changed_options(path.read_bytes(), description)
         is_finished = (root / meta_path(INFO_JSON)).exists()
         if other and not overwrite and (is_finished or "source" in other):
-            differences = ", ".join(f"{name} was {before.get(name)}, now {now.get(name)}" for name in other)
+            differences = ", ".join(f"{name} was {old}, now {new}" for name, (old, new) in other.items())
             raise ConfigurationError(
                 f"{root}: contains a conversion with other options: {differences}. Use the same options to continue "
                 "it, --overwrite to start over, or another folder."

@@ -13,9 +13,9 @@ import numpy as np
 from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.core.format.tar_index import index_name
-from energon_bridge.core.prepare.indexing import ShardRecord
+from energon_bridge.core.prepare.indexing import RECORD_SUFFIX, ShardRecord
 from energon_bridge.core.storage import open_store
-from energon_bridge.tools.convert.options import ConvertOptions, type_name
+from energon_bridge.tools.convert.options import ConvertOptions, changed_options, type_name
 from energon_bridge.tools.convert.shards import (
     PartsFolder,
     num_unread,
@@ -58,12 +58,25 @@ def by_number(message: str) -> list[str | int]:
 
 def load_record(root: Path, shard: str) -> ShardRecord | None:
     """Return the record of a shard, from this run or the previous one."""
-    for folder in (root / PartsFolder.NAME, root / META_FOLDER / RECORDS):
-        try:
-            return ShardRecord.decode(record_path(folder / shard).read_bytes())
-        except (OSError, ValueError):
-            continue
-    return None
+    return _record(root / PartsFolder.NAME / shard) or record_before(root, shard)
+
+
+def record_before(root: Path, shard: str) -> ShardRecord | None:
+    """Return the record of a shard of the dataset that an earlier run finished."""
+    return _record(root / META_FOLDER / RECORDS / shard)
+
+
+def _record(path: Path) -> ShardRecord | None:
+    try:
+        return ShardRecord.decode(record_path(path).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def shards_before(root: Path) -> list[str]:
+    """Return the shards of the dataset that an earlier run finished."""
+    folder = root / META_FOLDER / RECORDS
+    return sorted(path.relative_to(folder).with_suffix(".tar").as_posix() for path in folder.rglob(f"*{RECORD_SUFFIX}"))
 
 
 def is_whole(root: Path, shard: str, record: ShardRecord) -> bool:
@@ -100,6 +113,7 @@ def finish_dataset(
             sample_type=type_name(options.layout),
             split_parts=split_parts,
             extra=_files_beside(records, description, skipped),
+            before=_before(parts.root, shards, description),
         )
         if not skipped and store.exists(SKIPPED):
             store.delete(SKIPPED)
@@ -120,6 +134,14 @@ def finish_dataset(
         num_rejected=sum(record.num_rejected for record in shards.values()),
         empty=tuple(sorted((place for record in shards.values() for place in record.empty), key=by_number)),
     )
+
+
+def _before(root: Path, shards: Iterable[str], description: bytes) -> set[str] | None:
+    """Return which shards the dataset had before; None if it was made with other options, or there was none."""
+    path = root / META_FOLDER / RECORDS / OPTIONS
+    if not path.exists() or changed_options(path.read_bytes(), description):
+        return None
+    return {shard for shard in shards if record_before(root, shard) is not None}
 
 
 def _split_parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ def key_of_options(options: ConvertOptions) -> bytes:
 def _plain_layout(layout: Layout) -> list[Any]:
     questions: dict[str, Any] = {"ignored": sorted(layout.ignored)} if layout.ignored else {}
     questions |= {name: value for name in ("question", "answers_as") if (value := getattr(layout, name)) is not None}
+    questions |= {"templates": dict(layout.templates)} if layout.templates else {}
     kept = [*["preferred"] * layout.preferred, *[questions] * bool(questions)]
     return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *kept]
 
@@ -69,8 +71,8 @@ def type_name(layout: Layout) -> str:
     return "CrudeWebdataset" if layout.is_crude else layout.sample_type
 
 
-def describe_conversion(source: Source, options: ConvertOptions) -> bytes:
-    """Return the source and options of a conversion as JSON, to compare with those of another run."""
+def describe_conversion(source: Source, options: ConvertOptions, runs: Sequence[Mapping[str, int]]) -> bytes:
+    """Return the source, options and `runs` of a conversion as JSON, to compare with those of another run."""
     plain = {
         "source": os.path.abspath(source.where),
         "layout": _plain_layout(options.layout),
@@ -82,5 +84,13 @@ def describe_conversion(source: Source, options: ConvertOptions) -> bytes:
         **({"max_pixels": options.max_pixels, "quality": options.quality} if options.reencodes else {}),
         **({"checksums": True} if options.checksums else {}),
         **({"prompt": prompt} if (prompt := getattr(source, "prompt", None)) is not None else {}),
+        "runs": list(runs),
     }
     return json.dumps(plain, indent=2).encode()
+
+
+def changed_options(before: bytes, now: bytes) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between two descriptions, each name with its values before and now."""
+    old, new = json.loads(before), json.loads(now)
+    names = sorted({*old, *new} - {"skip_errors", "runs"})
+    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}

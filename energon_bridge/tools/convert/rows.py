@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 import posixpath
@@ -23,7 +22,7 @@ import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -40,7 +39,13 @@ from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, kind
 from energon_bridge.core.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name, sample_type_names
 from energon_bridge.core.storage import Store
 from energon_bridge.models.conversations.parts import medium_by_name
-from energon_bridge.models.conversations.questions import AnswersAs, said_by_annotators
+from energon_bridge.models.conversations.questions import (
+    AnswersAs,
+    said_by_annotators,
+    template_columns,
+    texts_of,
+    with_texts,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +105,9 @@ class FileRef:
 def named_otherwise(path: str) -> str:
     """Return what to do if the file is there by another name: other slashes, capitals, or composed letters; else ""."""
     folder, name = os.path.split(path.replace("\\", "/"))
-    base, extension = (sorted({part, part.lower(), part.upper()}) for part in os.path.splitext(name))
-    for other in map("".join, itertools.product(base, extension)):
-        found = os.path.join(folder, other)
-        if found != path and os.path.exists(found):
-            return f"There is {found}: slashes and capitals count, so write the name as the file has it."
+    there = _names_in(folder).get(name.lower())
+    if there is not None and (found := os.path.join(folder, there)) != path:
+        return f"There is {found}: slashes and capitals count, so write the name as the file has it."
     for form in ("NFC", "NFD"):
         if (other := unicodedata.normalize(form, name)) != name and os.path.exists(os.path.join(folder, other)):
             wanted = "--nfc" if form == "NFD" else "--nfd"
@@ -113,6 +116,15 @@ def named_otherwise(path: str) -> str:
                 f"rename the files, convmv -r -f utf8 -t utf8 {wanted} --notest {shlex.quote(folder)}"
             )
     return ""
+
+
+@functools.lru_cache(maxsize=16)
+def _names_in(folder: str) -> dict[str, str]:
+    """Return the names in a folder by those in lower case; nothing if it cannot be read."""
+    try:
+        return {name.lower(): name for name in os.listdir(folder or ".")}
+    except (OSError, ValueError):
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +213,16 @@ MediaRoot = Path | Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a source: plain values and files by column. `where` is its place, for errors; no key: its number."""
+    """One row of a source: plain values and files by column. `where` is its place, for errors; no key: its number.
+
+    `named` are the files as the row names them, by which people find the source of a sample.
+    """
 
     where: str
     values: dict[str, Any]
     files: dict[str, Content | tuple[Content, ...]]
     key: str | None = None
+    named: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,10 +246,17 @@ class Layout:
     answers_as: AnswersAs | None = None
     in_place: bool = False
     held_out: bool | None = None
+    templates: Mapping[str, str] = field(default_factory=dict)
 
     def naming(self, field: str, column: str = "COLUMN") -> str:
         """Return how to say from which column a field comes."""
         return "in the field map of .nv-meta/dataset.yaml" if self.in_place else f"with --field {field}={column}"
+
+    @property
+    def columns(self) -> set[str]:
+        """Return the columns that fields are made of."""
+        named = {access.partition("[")[0] for access in self.fields.values()}
+        return named.union(*map(template_columns, self.templates.values()))
 
     @property
     def is_crude(self) -> bool:
@@ -343,6 +366,8 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
     Raises SkipSample if all answers in a list are rejected.
     """
     crude = not layout.fields
+    if layout.templates:
+        row = replace(row, values=row.values | {name: _filled(row, text) for name, text in layout.templates.items()})
     wanted = Counter(access.partition("[")[0] for access in layout.fields.values())
     parts: list[tuple[str, Content]] = []
     names: dict[str, list[str]] = {}
@@ -365,7 +390,8 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
             continue
         value = _value_at(row, layout, name, access)
         declared = _declared(layout.sample_type)[name][1]
-        fitted = _fitted(value, declared)
+        listed = texts_of(value) if column.lower() == "answers" and isinstance(value, str) else None  # of a CSV
+        fitted = _fitted(listed or value, declared)
         if fitted == [] and value:
             raise SkipSample(f"{row.where}: all in `{access}` were rejected by annotators")
         if not _fits(fitted, declared):
@@ -382,6 +408,8 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
                 raise SourceError(f"{row.where}: `{access}` is {value!r}, which does not fit the field `{name}`.")
             values = {**values, column: fitted}
         fields[name] = f"json[{column}]{bracket}{steps}"
+    if row.named and "files" not in values:
+        values = {**values, "files": row.named}
     if values:
         data = json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=_not_plain(row))
         try:
@@ -394,6 +422,19 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
     if not parts:
         raise SourceError(f"{row.where}: is empty.")
     return RowSample(key=row.key or f"{number:09d}", where=row.where, parts=tuple(parts), fields=fields)
+
+
+def _filled(row: Row, template: str) -> str:
+    texts = {}
+    for column in template_columns(template):
+        value = row.values.get(column)
+        if not isinstance(value, str | int | float):
+            raise SourceError(
+                f"{row.where}: `{column}` is {shown(value)}, but {template!r} needs its text or number. Fix it, or "
+                "name another column."
+            )
+        texts[column] = str(value)
+    return with_texts(template, texts)
 
 
 def _file_access(row: Row, names: Sequence[str], layout: Layout, name: str, column: str, steps: str) -> str:
@@ -587,13 +628,36 @@ def _is_path(value: Any) -> bool:
 
 LOOKED_AT = 100
 """Rows at the start of a source that are looked at before anything is written."""
+FEW = 8
+"""Rows with a column that the first rows leave empty, which are looked at, too."""
+
+
+def is_filled(value: Any) -> bool:
+    """Return whether a value is something: no null, NaN, empty text, list or object."""
+    return value is not None and value == value and not (hasattr(value, "__len__") and not len(value))
+
+
+def late_rows(entries: Iterable[tuple[int, Mapping[str, Any]]], first: int = LOOKED_AT) -> tuple[int, ...]:
+    """Return the numbers of the first few entries that have something in each column which the first leave empty."""
+    seen: set[str] = set()
+    late: dict[str, list[int]] = {}
+    for number, entry in entries:
+        for name in [name for name, value in entry.items() if name not in seen and is_filled(value)]:
+            if number < first:
+                seen.add(name)
+            elif len(late.setdefault(name, [])) < FEW:
+                late[name].append(number)
+    return tuple(sorted({number for numbers in late.values() for number in numbers}))
 
 
 def first_rows(source: Source, count: int = LOOKED_AT) -> list[Row]:
-    """Return the first rows that can be read; raises SourceError if none can."""
+    """Return the first rows that can be read, and a few of those with columns that these leave empty (`late`).
+
+    Raises SourceError if none can.
+    """
     rows: list[Row] = []
     failed: SourceError | None = None
-    for number in range(min(count, len(source))):
+    for number in dict.fromkeys((*range(min(count, len(source))), *getattr(source, "late", ()))):
         try:
             rows.append(source.row(number))
         except SourceError as error:

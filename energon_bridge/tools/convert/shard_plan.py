@@ -1,4 +1,9 @@
-"""The plan of a conversion: the name of each shard, and the numbers of its samples."""
+"""The plan of a conversion: the name of each shard, and the numbers of its samples.
+
+A source has segments that each may grow at their end: one, or one for each list or split part. `runs` has how many
+samples of each there were when a run found more than the one before it, and what a run found is in shards of its own.
+So a source that grows leaves all shards before as they are.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +69,20 @@ def propose_samples_per_shard(source: Source, layout: Layout) -> int:
     return max(factor * power for factor in (1, 2, 5) if factor * power <= wanted)
 
 
-def split_numbers(count: int, rule: SplitRule) -> dict[str, np.ndarray]:
-    """Assign sample numbers to split parts by ratio; a number stays in its part when the source grows.
+Runs = Sequence[Mapping[str, int]]
+"""The samples of each segment by its name, in each run that found more than the one before."""
+
+
+def segments_of(source: Source) -> tuple[tuple[str, str, int], ...]:
+    """Return the segments of a source in their order: split part ("" if ratios deal them out), name, and samples."""
+    given = getattr(source, "segments", None)
+    if given is not None:
+        return tuple(given)
+    return tuple((part, part, count) for part, count in source.split_parts or (("", len(source)),))
+
+
+def split_numbers(count: int, rule: SplitRule, segment: str = "") -> dict[str, np.ndarray]:
+    """Assign sample numbers of a segment to split parts by ratio; a number stays in its part when the source grows.
 
     With 9,1,0, of every ten numbers in a row nine go to train and one, chosen by a fixed key, to val.
     """
@@ -74,7 +91,9 @@ def split_numbers(count: int, rule: SplitRule) -> dict[str, np.ndarray]:
     period = math.lcm(*((share / total).denominator for _, share in shares))
     period = min(period, 1000)
     blocks = -(-count // period)
-    ranks = np.argsort(draws(key_of("convert split"), blocks * period).reshape(blocks, period), axis=1)
+    ranks = np.argsort(
+        draws(key_of("convert split", *[segment] * bool(segment)), blocks * period).reshape(blocks, period), axis=1
+    )
     places = np.argsort(ranks, axis=1).reshape(-1)[:count]
     parts = {}
     so_far = Fraction(0)
@@ -85,23 +104,38 @@ def split_numbers(count: int, rule: SplitRule) -> dict[str, np.ndarray]:
     return parts
 
 
-def shards_of_plan(source: Source, options: ConvertOptions) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name of each shard and the numbers of its samples."""
-    parts: dict[str, np.ndarray] = {}
-    if options.split is not None and options.split.ratios:
-        parts = split_numbers(len(source), options.split)
-    else:
-        start = 0
-        for name, count in source.split_parts or (("train", len(source)),):
-            parts[name] = np.arange(start, start + count)
-            start += count
-    for name, numbers in parts.items():
-        ordered = numbers
-        if options.shuffle is not None and len(numbers):
-            places = Permutation(len(numbers), key_of("convert", options.shuffle, name))
-            ordered = numbers[places.at_many(np.arange(len(numbers)))]
-        for shard, chosen in enumerate(_cut(source, ordered, options)):
-            yield f"{name}/{shard:05d}.tar", chosen
+def shards_of_plan(source: Source, options: ConvertOptions, runs: Runs = ()) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name of each shard and the numbers of its samples; without `runs`, all are found in one."""
+    segments = segments_of(source)
+    now = {name: count for _, name, count in segments}
+    rule = options.split if options.split is not None and options.split.ratios else None
+    dealt: dict[str, list[list[np.ndarray]]] = {}
+    start = 0
+    for part, name, count in segments:
+        by_part = split_numbers(count, rule, name) if rule else {part or "train": np.arange(count)}
+        for to, numbers in by_part.items():
+            of_runs = dealt.setdefault(to, [[] for _ in runs or (now,)])
+            ends = np.searchsorted(numbers, [run.get(name, 0) for run in runs or (now,)]).tolist()
+            for pieces, begin, end in zip(of_runs, [0, *ends], ends, strict=False):
+                pieces.append(numbers[begin:end] + start)
+        start += count
+    for part, of_runs in dealt.items():
+        shards = (
+            chosen for run, pieces in enumerate(of_runs) for chosen in _shards_of(source, options, part, run, pieces)
+        )
+        for shard, chosen in enumerate(shards):
+            yield f"{part}/{shard:05d}.tar", chosen
+
+
+def _shards_of(
+    source: Source, options: ConvertOptions, part: str, run: int, pieces: Sequence[np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yield the numbers of each shard that a run adds to a split part."""
+    numbers = np.concatenate(pieces)
+    if options.shuffle is not None and len(numbers):
+        places = Permutation(len(numbers), key_of("convert", options.shuffle, part, *[run] * bool(run)))
+        numbers = numbers[places.at_many(np.arange(len(numbers)))]
+    yield from _cut(source, numbers, options)
 
 
 def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterator[np.ndarray]:

@@ -22,7 +22,7 @@ import tarfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -38,10 +38,10 @@ from energon_bridge.core.format.nvmeta import (
     INDEX_SQLITE,
     INDEX_UUID,
     INFO_JSON,
+    PARTS_FOLDER,
     has_checksums,
     meta_path,
     render_info,
-    render_splits,
     renumbered,
 )
 from energon_bridge.core.format.tar import split_member_name
@@ -49,10 +49,9 @@ from energon_bridge.core.format.tar_index import encode_index, index_name
 from energon_bridge.core.prepare.indexing import RECORD_SUFFIX, ShardRecord
 from energon_bridge.core.prepare.staging import Staging
 from energon_bridge.core.storage import LocalStore, open_store
-from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.check.media import MediaFilter, add_media, metadata_row, read_media
+from energon_bridge.tools.convert.edits import edited_dataset, edited_splits
 
-PARTS_FOLDER = ".nv-meta.parts"
 END_BYTES = 1024
 """Zeros at the end of an archive."""
 
@@ -292,16 +291,19 @@ def publish(
     sample_type: str,
     split_parts: Mapping[str, Sequence[str]],
     extra: Mapping[str, bytes] | None = None,
+    before: Collection[str] | None = None,
 ) -> dict[str, int]:
     """Move finished shards into place and write `.nv-meta`; returns the samples by shard.
 
     `load` returns the record of a shard. A shard that is not among the parts is already in place. `extra` are further
-    files of the dataset. If a shard replaces another one, the dataset is unprepared until everything is written, so
-    that no reader sees tars and indexes that do not match.
+    files of the dataset. `before` are the shards that it had, and what hands changed in its files stays (`edits.py`);
+    with None, the dataset is a new one. If a shard replaces another one, the dataset is unprepared until everything is
+    written, so that no reader sees tars and indexes that do not match.
     """
     root = parts.root
     counts: dict[str, int] = {}
     fields: dict[str, dict[str, None]] = {}
+    fields_before: dict[str, dict[str, None]] = {}
     identity = hashlib.blake2b(digest_size=16)
     store = open_store(root)
     checksums = has_checksums(store)
@@ -320,14 +322,17 @@ def publish(
                 if record.checksums:
                     checksums = True
                     staging.add(checksums_path(shard), record.checksums)
-                for name, accesses in record.fields.items():
-                    fields.setdefault(name, {}).update(dict.fromkeys(accesses))
+                for of in (fields, fields_before) if shard in (before or ()) else (fields,):
+                    for name, accesses in record.fields.items():
+                        of.setdefault(name, {}).update(dict.fromkeys(accesses))
             writer.finish()
-        field_map = {name: ",".join(sorted(accesses)) for name, accesses in fields.items()}
         for rel, data in (extra or {}).items():
             staging.add(rel, data)
-        staging.add(meta_path(DEFAULT_SPLIT_CONFIG), render_splits(split_parts))
-        staging.add(meta_path(DEFAULT_DATASET_CONFIG), render_dataset_yaml(sample_type, field_map or None))
+        again = [shard for shard in before or () if record_path(parts.path / shard).exists()]
+        splits = edited_splits(store, split_parts, before, again, lambda shard: load(shard).scan.keys)
+        staging.add(meta_path(DEFAULT_SPLIT_CONFIG), splits)
+        maps = _field_map(fields), None if before is None else _field_map(fields_before)
+        staging.add(meta_path(DEFAULT_DATASET_CONFIG), edited_dataset(store, sample_type, *maps))
         staging.add(meta_path(INDEX_UUID), str(uuid.UUID(bytes=identity.digest())).encode())
         staging.add(meta_path(INFO_JSON), render_info(counts, checksums=checksums))
         with writing(root):
@@ -340,6 +345,10 @@ def publish(
                 os.replace(parts.path / shard, root / shard)
         staging.commit(withdraw=renumbered(store, counts))
     return counts
+
+
+def _field_map(fields: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    return {name: ",".join(sorted(accesses)) for name, accesses in fields.items()}
 
 
 @contextlib.contextmanager

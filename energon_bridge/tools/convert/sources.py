@@ -6,8 +6,9 @@ import logging
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from energon_bridge.tools.convert.rows import (
     SourceSample,
 )
 from energon_bridge.tools.convert.speech import PROMPT, SpeechSource, as_speech, open_kaldi
-from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split
+from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, name_split
 from energon_bridge.tools.convert.tars import MixedTars, TarSource
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ def open_source(
     if media is not None and not media.is_dir():
         raise ConfigurationError(f"--media {media}: no such folder.")
     folder = path
+    if kind == "table" and path.is_dir():
+        found = _look_for_list(path)
+        if found is None:
+            raise SourceError(f"{path}: --kind table is for a list, and this folder has none ({', '.join(_TABLES)}).")
+        kind, path = found
     kind, path = (kind, path) if kind is not None else _look(path)
     readers: dict[str, Callable[[], Source]] = {
         "table": lambda: _open_list(path, media, prompt),
@@ -133,15 +139,36 @@ def _look(path: Path) -> tuple[str, Path]:
     for suffix, kind in ((".tar", "webdataset"), (".parquet", "parquet")):
         if any(name.endswith(suffix) for name in names):
             return kind, path
+    return _look_for_list(path) or ("folder", path)
+
+
+def _look_for_list(path: Path) -> tuple[str, Path] | None:
+    """Return the kind and path of the list in a folder, or of those of its splits; None: there is none.
+
+    Raises SourceError for a list that may be one, or not.
+    """
     for name in _LISTS:
         if (path / name).exists():
             return "table", path / name
+    if _lists_of_splits(path):
+        return "lists", path
     if tables := lists_below(path):
         raise SourceError(
             f"{path}: convert the folder, or the list {tables[0]} in it? Pass the file, {path / tables[0]} "
-            "(--media: the folder that its paths are relative to), or --kind pairs or --kind classes."
+            "(--media: the folder that its paths are relative to), or --kind pairs or --kind classes. Lists of splits "
+            "are taken together if all are called so: train.csv, val.csv, test.csv."
         )
-    return "folder", path
+    return None
+
+
+def _lists_of_splits(root: Path) -> list[str]:
+    """Return the lists in a folder, if there are several, and the name of each tells its split."""
+    names = lists_below(root)
+    return (
+        sorted(names)
+        if len(names) > 1 and all("/" not in name and name_split(Path(name).stem) for name in names)
+        else []
+    )
 
 
 def _open_list(path: Path, media: Path | None, prompt: str | None) -> Source:
@@ -152,77 +179,97 @@ def _open_list(path: Path, media: Path | None, prompt: str | None) -> Source:
 
 # Lists in folders -----------------------------------------------------------------------------------------------------
 #
-# Imagefolders of Hugging Face with metadata for each split, and folders of Kaldi: each list is a source of its own, and
-# its paths are relative to its folder.
+# Imagefolders of Hugging Face with metadata for each split, folders of Kaldi, and lists that are called train, val and
+# test: each list is a source of its own, and its paths are relative to its folder.
 
 
-def _folders_with_lists(root: Path) -> list[tuple[Path, str]]:
-    """Return the folders below a folder that have a list, not that folder itself, and the names of the lists."""
+def _folders_with_lists(root: Path) -> list[Path]:
+    """Return the lists in the folders below a folder, one of each, not those in that folder itself."""
     found = []
     for folder, _, files in sorted(os.walk(root)):
         name = next((name for name in (_KALDI, *_LISTS) if name in files), None)
         if name is not None and Path(folder) != root:
-            found.append((Path(folder), name))
+            found.append(Path(folder, name))
     return found
 
 
 class ListsSource:
-    """The rows of the lists in the folders below a folder, split by split."""
+    """The rows of several lists, split by split. Keys begin with the folder or the name of their list."""
 
     def __init__(self, root: Path, media: Path | None, prompt: str | None) -> None:
         self.where = str(root)
-        lists = [(self._part(root, folder), folder, name) for folder, name in _folders_with_lists(root)]
-        if not lists:
-            raise SourceError(f"{root}: no folder below it has {', '.join(_LISTS)} or {_KALDI}.")
-        without = [folder for part, folder, _ in lists if part is None]
+        by_folder = _folders_with_lists(root)
+        paths = by_folder or [root / name for name in _lists_of_splits(root)]
+        if not paths:
+            raise SourceError(
+                f"{root}: no folder below it has {', '.join(_LISTS)} or {_KALDI}, nor has it lists called train, val "
+                "and test."
+            )
+        names = [(path.parent if by_folder else path.with_suffix("")).relative_to(root).as_posix() for path in paths]
+        lists = [(self._part(name, path, by_folder), name, path) for name, path in zip(names, paths, strict=True)]
+        without = [path.parent for part, _, path in lists if part is None]
         if without and len(without) < len(lists):
             raise SourceError(
                 f"{root}: the name of {without[0]} is of no split, and those of other folders are. Call it train, val "
                 "or test, or convert each folder by itself."
             )
-        lists.sort(key=lambda one: (0 if one[0] is None else SPLIT_ORDER.index(one[0]), one[1]))
-        self._sources = [self._open(folder, name, media, prompt) for _, folder, name in lists]
-        self.kind = f"{len(lists)} lists in folders, each {self._sources[0].kind}"
+        lists.sort(key=lambda one: (0 if one[0] is None else SPLIT_ORDER.index(one[0]), one[2].parent, one[1]))
+        self._sources = [self._open(path, media, prompt) for _, _, path in lists]
+        where = "lists in folders" if by_folder else "lists"
+        self.kind = f"{len(lists)} {where}, each {self._sources[0].kind}"
         self.prompt = next((one.prompt for one in self._sources if isinstance(one, SpeechSource)), None)
         self._starts = np.cumsum([0, *map(len, self._sources)]).tolist()
+        self._names = [name for _, name, _ in lists]
+        self.segments = tuple(
+            (part or "", name, len(source)) for (part, name, _), source in zip(lists, self._sources, strict=True)
+        )
         counts = Counter[str]()
-        for (part, _, _), source in zip(lists, self._sources, strict=True):
-            counts[part or ""] += len(source)
+        for part, _, count in self.segments:
+            counts[part] += count
         self.split_parts = () if without else tuple(counts.items())
         self.left_out: tuple[str, ...] = ()
-        for (_, folder, name), source in zip(lists, self._sources, strict=True):
-            beside = beside_list(folder, name, source) if name in _LISTS else source.left_out
-            self.left_out += tuple(f"{folder.relative_to(root)}: {one}" for one in beside)
+        for (_, name, path), source in zip(lists, self._sources, strict=True) if by_folder else ():
+            beside = beside_list(path.parent, path.name, source) if path.name in _LISTS else source.left_out
+            self.left_out += tuple(f"{name}: {one}" for one in beside)
 
     @staticmethod
-    def _part(root: Path, folder: Path) -> str | None:
-        found = folder_split((folder.relative_to(root) / "list").as_posix().lower())
+    def _part(name: str, path: Path, by_folder: Sequence[Path]) -> str | None:
+        if not by_folder:
+            return name_split(path.stem)
+        found = folder_split(f"{name}/list".lower())
         return None if found is None else found[0]
 
     @staticmethod
-    def _open(folder: Path, name: str, media: Path | None, prompt: str | None) -> Source:
-        if name == _KALDI:
-            return open_kaldi(folder, media, prompt or PROMPT)
-        if name.endswith(".parquet"):
-            return open_parquet(folder / name, media)
-        return _open_list(folder / name, media, prompt)
+    def _open(path: Path, media: Path | None, prompt: str | None) -> Source:
+        if path.name == _KALDI:
+            return open_kaldi(path.parent, media, prompt or PROMPT)
+        if path.suffix == ".parquet":
+            return open_parquet(path, media)
+        return _open_list(path, media, prompt)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def _find(self, number: int) -> tuple[Source, int]:
-        at = bisect_right(self._starts, number) - 1
-        return self._sources[at], number - self._starts[at]
+    @cached_property
+    def late(self) -> tuple[int, ...]:
+        """Return the rows with columns that the first rows of their list leave empty."""
+        lists = zip(self._starts, self._sources, strict=False)
+        return tuple(start + number for start, source in lists for number in getattr(source, "late", ()))
+
+    def _find(self, number: int) -> tuple[int, int]:
+        which = bisect_right(self._starts, number) - 1
+        return which, number - self._starts[which]
 
     def row(self, number: int) -> Row:
         """Return a row of one of the lists."""
-        source, at = self._find(number)
-        return source.row(at)
+        which, at = self._find(number)
+        return self._sources[which].row(at)
 
     def sample(self, number: int, layout: Layout) -> SourceSample:
-        """Return a sample, not read yet, with a key of its own."""
-        source, at = self._find(number)
-        return replace(source.sample(at, layout), key=f"{number:09d}")  # type: ignore[type-var]
+        """Return a sample, not read yet, with a key of its own, which stays when any of the lists grows."""
+        which, at = self._find(number)
+        key = f"{self._names[which].replace('.', '_')}/{at:09d}"
+        return replace(self._sources[which].sample(at, layout), key=key)  # type: ignore[type-var]
 
     def propose(self) -> Layout:
         """Propose a layout from the first list."""

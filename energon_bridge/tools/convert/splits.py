@@ -50,7 +50,7 @@ def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
     names = sorted(names)
     seen = [name for name in names if not _is_hidden(name)]
     rules: tuple[Callable[[PurePath], set[str]], ...]
-    rules = (_of_shard, lambda name: folder_splits(name.as_posix()), lambda name: _splits_in(name.name))
+    rules = (_of_shard, lambda name: folder_splits(name.as_posix()), lambda name: splits_in(name.name))
     by_rule = ({name: rule(name) for name in seen} for rule in rules)
     parts = next(({name: splits for name, splits in of.items() if splits} for of in by_rule if any(of.values())), {})
     if not parts:
@@ -95,13 +95,13 @@ def named_parts(names: Iterable[str]) -> dict[str, str]:
 
 def folder_splits(name: str) -> set[str]:
     """Return the split parts that the folders on the way to a file tell."""
-    return {part for folder in name.split("/")[:-1] for part in _splits_in(folder)}
+    return {part for folder in name.split("/")[:-1] for part in splits_in(folder)}
 
 
 def folder_split(name: str) -> tuple[str, int] | None:
     """Return the split part in the name of the first such folder above a file, and that folder's depth (1: the top)."""
     for depth, folder in enumerate(name.split("/")[:-1], start=1):
-        if splits := _splits_in(folder):
+        if splits := splits_in(folder):
             return min(splits, key=SPLIT_ORDER.index), depth
     return None
 
@@ -132,7 +132,14 @@ def _of_shard(name: PurePath) -> set[str]:
     return {found[1]} if found and name.parts[:-1] == ("data",) else set()
 
 
-def _splits_in(word: str) -> set[str]:
+def name_split(name: str) -> str | None:
+    """Return the split part in the name of a list, or in the value of a column; None if there is none, or several."""
+    splits = splits_in(name.strip().lower())
+    return splits.pop() if len(splits) == 1 else None
+
+
+def splits_in(word: str) -> set[str]:
+    """Return the split parts whose names are words of a text."""
     return {SPLIT_NAMES[found[1]] for found in _WORD.finditer(word)}
 
 

@@ -151,6 +151,7 @@ def test_tables(tmp_path):
     assert json.loads(members(tmp_path / "out")["000000002.json"]) == {
         "Caption": 'a "quoted"\nlong caption 2',
         "year": "1992",
+        "files": ["2.png"],
     }
 
 
@@ -427,22 +428,6 @@ def test_prepare_points_to_convert(tmp_path):
 
 
 # --- again, and killed --------------------------------------------------------------------------------------------
-
-
-def test_a_source_that_grew_costs_what_is_new(tmp_path):
-    flags = ["--samples-per-shard", 3, "--split-ratio", "9,1,0"]
-    source, media, _ = llava(tmp_path / "in", 25)
-    out = converted(source, tmp_path / "out", *media, *flags)
-    kept = {path: path.stat().st_mtime_ns for path in sorted((out / "train").glob("*.tar"))[:-1]}
-    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "in/images").rglob("*.*")}
-    llava(tmp_path / "in", 35)
-    for path, stamp in stamps.items():
-        os.utime(path, ns=(stamp, stamp))
-    convert(source, out, *media, *flags)
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert content(out) == content(converted(source, tmp_path / "fresh", *media, *flags))
-    again = convert(source, out, *media, *flags)
-    assert "Unchanged: 13 shards." in again
 
 
 def test_stopped_at_each_file_that_is_moved(tmp_path, monkeypatch):

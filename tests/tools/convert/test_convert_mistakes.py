@@ -62,8 +62,12 @@ def test_a_missing_image_is_named_or_skipped(tmp_path):
     assert "Unchanged: 2 shards." in output
     assert list(read_info(open_store(tmp_path / "out")).shard_counts.values()) == [2, 2, 1]
     (tmp_path / "in/images/0/4.png").write_bytes(picture(4, "PNG"))
-    converted(source, tmp_path / "out", *flags, "--on-error", "skip")
-    assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags, "--on-error", "skip"))
+    before = content(tmp_path / "out")
+    flags += ["--on-error", "skip"]
+    assert "train/00002.tar was made of other content" in refused(source, tmp_path / "out", *flags)
+    assert content(tmp_path / "out") == before
+    assert "Unchanged: 2 shards." in convert(source, tmp_path / "out", *flags, "--overwrite")
+    assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags))
 
 
 @pytest.mark.parametrize("named", ["photos\\a.JPG", "photos/a.jpg", "photos/A.JPG"])

@@ -42,7 +42,10 @@ def listed(folder: Path, *lines: str, name: str = "list.jsonl") -> Path:
 def test_images_however_they_are_named(tmp_path: Path, image: object) -> None:
     source = listed(tmp_path / "in", json.dumps({"image": image, "caption": "x"}))
     out = converted(source, tmp_path / "out", *ALL)
-    assert members(out) == {"000000000.png": PNG, "000000000.json": b'{"caption":"x"}'}
+    named = next((name for name in ("a.png", "plain") if name in str(image)), None)
+    said = {"caption": "x"} | ({"files": [named]} if named else {})
+    found = members(out)
+    assert (found.pop("000000000.png"), json.loads(found.pop("000000000.json")), found) == (PNG, said, {})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_columns_without_fields_are_said_and_names_of_fields_suffice(tmp_path: P
 
 def test_numbers_are_captions_as_in_a_csv(tmp_path: Path) -> None:
     source = listed(tmp_path / "in", '{"image": "a.png", "caption": 5}')
-    assert members(converted(source, tmp_path / "out", *ALL))["000000000.json"] == b'{"caption":"5"}'
+    assert members(converted(source, tmp_path / "out", *ALL))["000000000.json"] == b'{"caption":"5","files":["a.png"]}'
 
 
 def test_tables_without_a_header(tmp_path: Path) -> None:

@@ -281,7 +281,8 @@ def test_rows_that_are_all_held_out_are_converted(tmp_path: Path) -> None:
     source.write_text(
         json.dumps([talk(number, split="dev" if number < LOOKED_AT else "train") for number in range(LOOKED_AT + 1)])
     )
-    assert "`split` is 'train', and other rows are held out." in refused(source, tmp_path / "other")
+    message = refused(source, tmp_path / "other", "--split-ratio", "1,0,0")
+    assert "`split` is 'train', and other rows are held out." in message
 
 
 def test_files_that_are_split_by_their_names_may_say_so_in_a_column(tmp_path: Path) -> None:
