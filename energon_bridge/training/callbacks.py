@@ -49,6 +49,7 @@ class ProgressReporter(Callback):
         self.log_interval = log_interval
         self.save_interval = save_interval
         self._microbatch_losses: list[Tensor] = []
+        self._since_line: list[float] = []  # the losses of the next line
         self._steps: list[tuple[int, float, Tensor]] = []
         self._step = 0
         self._started = 0.0
@@ -58,6 +59,7 @@ class ProgressReporter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._step = trainer.global_step
+        self._since_line = losses_since_line(self.metrics_path, self._step, self.log_interval)
         self._restart_clock(trainer)
 
     def on_train_batch_end(
@@ -113,7 +115,7 @@ class ProgressReporter(Callback):
         if trainer.world_size > 1:
             dist.all_reduce(losses)
             losses /= trainer.world_size
-        self.last_loss = float(losses.mean())
+        self._since_line += losses.tolist()
         if trainer.is_global_zero:
             append_metrics(self.metrics_path, [(step, lr) for step, lr, _ in self._steps], losses.tolist())
         self._steps.clear()
@@ -129,11 +131,12 @@ class ProgressReporter(Callback):
                 "step %d/%d  loss %.4f  lr %.2e  %s samples/s  waiting for data %.1f %%",
                 trainer.global_step,
                 trainer.max_steps,
-                self.last_loss,
+                sum(self._since_line) / len(self._since_line),
                 trainer.optimizers[0].param_groups[0]["lr"],
                 rate(float(samples) / elapsed),
                 100 * (_wait_seconds(trainer) - self._waited) / elapsed,
             )
+        self._since_line.clear()
         self._restart_clock(trainer)
 
 
@@ -237,6 +240,14 @@ def read_metric(path: Path, name: str) -> dict[int, float]:
             if name in row:
                 values[row["step"]] = row[name]
     return dict(sorted(values.items()))
+
+
+def losses_since_line(path: Path, step: int, interval: int) -> list[float]:
+    """Return the losses after the last training line, up to a step at which a run is resumed: the next line's mean.
+
+    Lines come every `interval` steps, a positive number.
+    """
+    return [loss for number, loss in read_losses(path).items() if step - step % interval < number <= step]
 
 
 def lacks_validation(path: Path, step: int, interval: int) -> bool:

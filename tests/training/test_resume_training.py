@@ -157,6 +157,21 @@ def test_a_validation_that_a_kill_prevented_comes_after_the_resume(
     assert validations_in_report(config) == [2, 4, 6]
 
 
+def test_the_first_line_after_a_resume_is_of_all_its_steps(
+    dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mean is that of the losses in metrics.jsonl since the line before, also where a checkpoint lies between."""
+    settings = ("train.log_interval=4", "checkpoint.interval=3", "validation.limit_batches=0")
+    with caplog.at_level("INFO"):
+        training.run(configuration(dataset, tmp_path / "run", *settings, "train.max_steps=6"))
+        caplog.clear()
+        training.run(configuration(dataset, tmp_path / "run", *settings, "train.max_steps=8"), resume=True)
+    losses = read_losses(tmp_path / "run")
+    lines = re.findall(r"step 8/8  loss (\S+)", caplog.text)
+    assert lines == [f"{sum(losses[step] for step in (5, 6, 7, 8)) / 4:.4f}"]
+    assert lines != [f"{sum(losses[step] for step in (7, 8)) / 2:.4f}"]
+
+
 def test_a_run_that_is_asked_to_stop_leaves_without_a_validation(
     dataset: Path, tmp_path: Path, validated: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

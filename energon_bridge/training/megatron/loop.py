@@ -43,6 +43,7 @@ from energon_bridge.training.callbacks import (
     append_validation,
     clock,
     lacks_validation,
+    losses_since_line,
     rate,
     read_losses,
     read_metric,
@@ -105,6 +106,7 @@ class RunProgress:
         self.data = data
         self.max_steps = max_steps
         self._steps: list[tuple[int, float, Tensor]] = []
+        self.since_line: list[float] = []  # the losses of the next line
         self.restart_clock()
 
     def add(self, step: int, lr: float, sums: Tensor, *, samples: int) -> None:
@@ -119,18 +121,18 @@ class RunProgress:
         self._waited = self.data.wait_seconds
         self._samples = self._timed = 0
 
-    def write(self) -> float | None:
-        """Append the steps that are not written yet; return their mean loss, None if there are none."""
+    def write(self) -> None:
+        """Append the steps that are not written yet."""
         if not self._steps:
-            return None
+            return
         sums = over_replicas(torch.stack([sums for _, _, sums in self._steps]), self.ranks)
         losses: list[float] = (sums[:, 0] / sums[:, 1].clamp(min=1.0)).tolist()
         if self.ranks.main:
             append_metrics(self.metrics_path, [(step, lr) for step, lr, _ in self._steps], losses)
         self._steps.clear()
-        return sum(losses) / len(losses)
+        self.since_line += losses
 
-    def log(self, step: int, lr: float, loss: float, norm: float) -> None:
+    def log(self, step: int, lr: float, norm: float) -> None:
         """Write a log line about the steps since the last one."""
         samples = torch.tensor(float(self._samples), device=self.ranks.device)
         dist.all_reduce(samples, group=self.ranks.groups.dp)
@@ -140,13 +142,14 @@ class RunProgress:
                 "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s samples/s  %.0f ms/step  waiting for data %.1f %%",
                 step,
                 self.max_steps,
-                loss,
+                sum(self.since_line) / len(self.since_line),
                 lr,
                 norm,
                 rate(float(samples) / elapsed),
                 1000 * elapsed / max(1, self._timed),
                 100 * (self.data.wait_seconds - self._waited) / elapsed,
             )
+        self.since_line.clear()
         self.restart_clock()
 
 
@@ -195,6 +198,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     if ranks.main:
         say_complete(step, config.train.max_steps)
     progress = RunProgress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
+    progress.since_line = losses_since_line(progress.metrics_path, step, config.train.log_interval)
     accumulate = config.accumulate(ranks.groups.dp.size())
     recorder = RunRecorder()
     recorder.start(loader)
@@ -265,9 +269,9 @@ def _is_due(step: int, interval: int) -> bool:
 def _write_losses(progress: RunProgress, step: int, lr: float, norm: float, *, logs: bool, saves: bool) -> None:
     """Write the losses since the last time, if they are logged or saved."""
     if logs or saves:
-        loss = progress.write()
-        if logs and loss is not None:
-            progress.log(step, lr, loss, norm)
+        progress.write()
+    if logs:
+        progress.log(step, lr, norm)
 
 
 def _save(training: Training, step: int, loader: EnergonDataloader, feedback: MixFeedback | None) -> None:
