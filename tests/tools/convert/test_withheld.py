@@ -335,6 +335,7 @@ def test_turns_that_were_rejected_are_refused(
         {"correct": 0},
         {"fold": 3},
         {"mask": "User"},
+        {"val": 1},
     ],
 )
 def test_other_marks_say_nothing(beside: dict[str, Any], tmp_path: Path) -> None:
