@@ -10,6 +10,7 @@ half, a quarter or an eighth, after both are resized to the target (bicubic, wit
 
 from __future__ import annotations
 
+import argparse
 import io
 import statistics
 import time
@@ -181,4 +182,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

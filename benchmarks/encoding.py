@@ -6,6 +6,7 @@ takes, and that the tokenizer of transformers takes when it is called with nothi
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
@@ -97,4 +98,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -12,6 +12,7 @@ that of plain batches.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -272,4 +273,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

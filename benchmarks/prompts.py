@@ -9,6 +9,7 @@ loop that is resumed never gets, or gets twice.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -125,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

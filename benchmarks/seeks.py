@@ -6,6 +6,7 @@ which most have not been asked for before, and the memory held afterwards.
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 import tracemalloc
@@ -58,4 +59,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -9,6 +9,7 @@ pixels. Mixing is the number of classes in a microbatch, divided by what as many
 
 from __future__ import annotations
 
+import argparse
 import time
 from fractions import Fraction
 
@@ -85,4 +86,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

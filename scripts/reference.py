@@ -23,10 +23,8 @@ import click
 import yaml
 
 import energon_bridge
-from energon_bridge import EnergonMultiModalDataModule
 from energon_bridge.tools.cli.main import main as energon
 from energon_bridge.training.config import DataConfig, RunConfig
-from energon_bridge.training.config_file import data_settings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/reference.py -->"
@@ -59,8 +57,7 @@ API = {
 COMPLETION = """
 ## Shell completion
 
-For bash, zsh and fish, add the line of your shell to its start-up file (`~/.bashrc`, `~/.zshrc`,
-`~/.config/fish/completions/energon.fish`). It completes commands, options and their values. Bash needs version 4.4.
+Add the line of your shell to `~/.bashrc` (bash from 4.4 on), `~/.zshrc` or `~/.config/fish/completions/energon.fish`:
 
 ```text
 eval "$(_ENERGON_COMPLETE=bash_source energon)"
@@ -80,6 +77,7 @@ INTEGRATIONS = {
     "torchft": "trainers.torchft",
     "Weights that follow the losses": "trainers.feedback",
     "Prometheus": "trainers.prometheus",
+    "Reports under Lightning": "tools.report.callback",
     "Reports": "tools.report.recorder",
     "Transforms of images": "models.images.transforms",
 }
@@ -182,9 +180,8 @@ def section(config: Any, prefix: str) -> list[str]:
         if field.default is not dataclasses.MISSING:
             lines.append(f"|`{prefix}{field.name}`|`{as_yaml(field.default)}`|{described[field.name]}|")
     if config is DataConfig:
-        defaults = inspect.signature(EnergonMultiModalDataModule).parameters
-        settings = ", ".join(f"`{name}: {as_yaml(defaults[name].default)}`" for name in data_settings())
-        lines += ["", f"Also settings of the [API](api/datasets.md), as `data.NAME`: {settings}."]
+        lines += ["", "All other arguments of the [data module](api/datasets.md) that are plain values are keys, too:"]
+        lines += ["`data.num_lanes=96`, `data.image_decode=torchrgb8`."]
     return lines
 
 

@@ -45,6 +45,7 @@ class EnergonConventions(Conventions):
     stands_for = "megatron-energon"
     masks = listing_has_length = False
     no_number = UNKNOWN
+    first_packs = "full"  # code may rely on full buffers
 
     repeats: bool = False
 
@@ -91,10 +92,6 @@ class EnergonConventions(Conventions):
                 "microbatches would be masked, which programs written for megatron-energon do not expect: use "
                 f"{ownership.nearest_even_world_size()} ranks, or import energon_bridge and read batch.__valid__"
             )
-
-    def first_target(self, lane: int, size: int) -> int:
-        """Return the whole size: code may rely on full buffers."""
-        return size
 
     def batch_numbers(self, ranks: int) -> Callable[[int], int]:
         """Return a function that numbers microbatches among those of their rank."""

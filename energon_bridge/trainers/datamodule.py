@@ -134,7 +134,8 @@ class EnergonMultiModalDataModule(_Base):
         balance: `global_batch`: the data-parallel ranks share each global batch of training out, so that all have the
             same work (see `make_balance`). It needs `global_batch_size`; all processes must ask for the data in the
             same order; states exist after whole global batches only. `none`: each rank runs what it loads.
-        balance_cost: A function of a batch, default `BatchCost()`, its tokens: see `make_balance`.
+        balance_cost: A function of a batch, default `BatchCost()`, its tokens: see `make_balance`. With `roles`, of a
+            batch without media.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
         roles: From `make_roles`, where encoders and the language model have data-parallel ranks of their own. Batches
             are then dicts, with one for each role of this process.
@@ -317,9 +318,9 @@ class EnergonMultiModalDataModule(_Base):
             setattr(self, name, check_number(where, getattr(self, name), least, optional=name not in _NEEDED))
         self.stage_keys = stage_keys
         self.roles = roles
-        if roles is not None and (replica_loading == "one_rank" or balance != "none" or validate_each_dataset):
+        if roles is not None and (replica_loading == "one_rank" or validate_each_dataset):
             raise ConfigurationError(
-                "roles: every rank loads what its role needs, so replica_loading='one_rank', balance and "
+                "roles: every rank loads what its role needs, so replica_loading='one_rank' and "
                 "validate_each_dataset have no place beside them: leave them out"
             )
         self.validate_each_dataset = validate_each_dataset
@@ -506,6 +507,16 @@ class EnergonMultiModalDataModule(_Base):
             return {name: normalise_on_device(of_role) for name, of_role in moved.items()}
         return normalise_on_device(moved)
 
+    def setup(self, stage: str) -> None:
+        """Let a Lightning trainer keep its optimizer steps on the global batches (`GlobalBatches`); it calls this."""
+        trainer = self._lightning()
+        if stage != "fit" or trainer is None:
+            return
+        from energon_bridge.trainers.lightning import GlobalBatches
+
+        if not any(isinstance(one, GlobalBatches) for one in trainer.callbacks):
+            trainer.callbacks.append(GlobalBatches(self))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this.
 
@@ -521,7 +532,8 @@ class EnergonMultiModalDataModule(_Base):
             if self._size_changed("train"):
                 self._refuse_other_size()
             train = self.train_dataloader_object.state_dict()
-        return {"global_step": step, "consumed_samples": self.consumed_samples, "train": train}
+        found = {"global_step": step, "consumed_samples": self.consumed_samples, "train": train}
+        return found if trainer is None else found | {"accumulate_grad_batches": int(trainer.accumulate_grad_batches)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of `state_dict`; before or after `train_dataloader()`, once or twice.
@@ -563,7 +575,7 @@ class EnergonMultiModalDataModule(_Base):
 
     def _balancing(self) -> Balance | None:
         """Return how the data-parallel ranks balance their microbatches; None if they do not."""
-        if self._balance is None and self.balance == "global_batch":
+        if self._balance is None and self.balance == "global_batch" and self.roles is None:
             self._balance = make_balance(
                 self.balance_cost,
                 pg_collection=self.pg_collection,
@@ -642,7 +654,8 @@ class EnergonMultiModalDataModule(_Base):
             dataset = self.datasets_provider(worker_config, split)
         on_mismatch = self._on_mismatch if split == "train" else "refuse"  # a state is only ever of training data
         if self.roles is not None:
-            return self.roles.loader(dataset, on_mismatch=on_mismatch, **self._open_loader.keywords)
+            cost = self.balance_cost if split == "train" and self.balance == "global_batch" else None
+            return self.roles.loader(dataset, balance=cost, on_mismatch=on_mismatch, **self._open_loader.keywords)
         return self._open_loader(dataset, worker_config=worker_config, on_mismatch=on_mismatch)
 
     def _finite(self, split: Literal["val", "test"]) -> EnergonDataloader:

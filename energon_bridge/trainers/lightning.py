@@ -1,5 +1,5 @@
 """The data under Lightning: a callback for its loggers, a progress bar with epochs and waiting time, and weights of a
-mix that follow the losses. The report of a run is `tools/report/callback.py`.
+mix that follow the losses. The report of a run, `RunReport`, is imported from here too.
 
 All read the trainer's training loader, an `EnergonDataloader`; with any other loader they show nothing of the data. The
 figures of the loggers and the bar are those of one rank, the one that logs; steps that are not logged cost nothing.
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import ConfigurationError, optional_packages
+from energon_bridge.core.registry import load
 from energon_bridge.trainers.feedback import MixFeedback
 
 with optional_packages():
@@ -128,6 +130,68 @@ class MixFeedbackCallback(Callback):
         self.feedback.load_state_dict(state_dict)
 
 
+class GlobalBatches(Callback):
+    """Keep the optimizer steps of the trainer on the global batches of the data; the data module adds it by itself.
+
+    Lightning counts the microbatches of one rank, and steps where that is a multiple of `accumulate_grad_batches`. A
+    checkpoint that goes on with another number of them, as on other ranks, has its count converted: else global batches
+    would be cut elsewhere from then on.
+
+    Args:
+        data: The data module of the trainer.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Convert the count of a checkpoint.
+
+        Raises:
+            ConfigurationError: It was saved within an optimizer step.
+        """
+        here = trainer.accumulate_grad_batches
+        there = (checkpoint.get(type(self._data).__qualname__) or {}).get("accumulate_grad_batches", here)
+        if here == there or not pl_module.automatic_optimization:
+            return
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        if rest := progress["total"]["ready"] % there:
+            raise ConfigurationError(
+                f"the checkpoint was saved within an optimizer step, after {rest} of {there} microbatches of each "
+                f"rank, and here a step has {here}: go on with accumulate_grad_batches={there} on as many ranks as "
+                "before, or from a checkpoint between two steps"
+            )
+        for counts in (progress["total"], progress["current"]):
+            under_way = counts["ready"] - counts["completed"]  # one, if it was saved in `on_train_batch_end`
+            done = counts["ready"] // there * here
+            counts.update(ready=done, started=done, processed=done, completed=done - under_way)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the microbatches of an optimizer step with those of a global batch.
+
+        Raises:
+            ConfigurationError: They differ.
+        """
+        step = microbatches_per_step(trainer, pl_module)
+        config = self._data.train_dataloader().loader.config
+        wanted = config.microbatches_per_global_batch
+        if step is None or wanted is None or step * config.dp_size == wanted:
+            return
+        sizes = f"global_batch_size={self._data.global_batch_size} and micro_batch_size={self._data.micro_batch_size}"
+        raise ConfigurationError(
+            f"{sizes} are {wanted} microbatches an optimizer step, but the trainer steps after {step} of each of the "
+            f"{config.dp_size} data-parallel ranks: Trainer(accumulate_grad_batches={wanted // config.dp_size}), or "
+            "leave global_batch_size out"
+        )
+
+
+def microbatches_per_step(trainer: Trainer, module: LightningModule) -> int | None:
+    """Return the microbatches of a rank that the trainer takes for an optimizer step; None: the module decides that."""
+    if not module.automatic_optimization or "dataloader_iter" in signature(module.training_step).parameters:
+        return None
+    return int(trainer.accumulate_grad_batches)
+
+
 class EnergonProgressBar(TQDMProgressBar):
     """Lightning's progress bar plus the epochs of data so far and the share of time spent waiting for data."""
 
@@ -153,3 +217,10 @@ def training_loader(trainer: Trainer) -> EnergonDataloader | None:
     """Return the trainer's training loader, if it is one of these."""
     loader = trainer.train_dataloader
     return loader if isinstance(loader, EnergonDataloader) else None
+
+
+def __getattr__(name: str) -> Any:
+    """Import `RunReport` when it is asked for: `tools/report`, which stands above the trainers, has it."""
+    if name != "RunReport":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return load("run", "report")

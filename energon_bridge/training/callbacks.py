@@ -49,6 +49,7 @@ class ProgressReporter(Callback):
         self.log_interval = log_interval
         self.save_interval = save_interval
         self._microbatch_losses: list[Tensor] = []
+        self._since_line: list[float] = []  # the losses of the next line
         self._steps: list[tuple[int, float, Tensor]] = []
         self._step = 0
         self._started = 0.0
@@ -58,6 +59,7 @@ class ProgressReporter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._step = trainer.global_step
+        self._since_line = losses_since_line(self.metrics_path, self._step, self.log_interval)
         self._restart_clock(trainer)
 
     def on_train_batch_end(
@@ -113,7 +115,7 @@ class ProgressReporter(Callback):
         if trainer.world_size > 1:
             dist.all_reduce(losses)
             losses /= trainer.world_size
-        self.last_loss = float(losses.mean())
+        self._since_line += losses.tolist()
         if trainer.is_global_zero:
             append_metrics(self.metrics_path, [(step, lr) for step, lr, _ in self._steps], losses.tolist())
         self._steps.clear()
@@ -129,11 +131,12 @@ class ProgressReporter(Callback):
                 "step %d/%d  loss %.4f  lr %.2e  %s samples/s  waiting for data %.1f %%",
                 trainer.global_step,
                 trainer.max_steps,
-                self.last_loss,
+                sum(self._since_line) / len(self._since_line),
                 trainer.optimizers[0].param_groups[0]["lr"],
                 rate(float(samples) / elapsed),
                 100 * (_wait_seconds(trainer) - self._waited) / elapsed,
             )
+        self._since_line.clear()
         self._restart_clock(trainer)
 
 
@@ -239,6 +242,19 @@ def read_metric(path: Path, name: str) -> dict[int, float]:
     return dict(sorted(values.items()))
 
 
+def losses_since_line(path: Path, step: int, interval: int) -> list[float]:
+    """Return the losses after the last training line, up to a step at which a run is resumed: the next line's mean.
+
+    Lines come every `interval` steps, a positive number.
+    """
+    return [loss for number, loss in read_losses(path).items() if step - step % interval < number <= step]
+
+
+def lacks_validation(path: Path, step: int, interval: int) -> bool:
+    """Return whether a run was killed between the checkpoint of a step and the validation that was due after it."""
+    return step > 0 and interval > 0 and step % interval == 0 and step not in read_metric(path, "validation_loss")
+
+
 def rate(samples_per_second: float) -> str:
     """Format samples per second for the training line, with enough digits that slow steps are not 0."""
     return f"{samples_per_second:.0f}" if samples_per_second >= 10 else f"{samples_per_second:.2g}"
@@ -338,6 +354,31 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         os.replace(temporary, target)
 
 
+class DueValidation(Callback):
+    """Validate before the first step of a resumed run if the earlier one was killed before it came to that.
+
+    Args:
+        metrics_path: `metrics.jsonl`, which has the validations that were done.
+        interval: Steps between two validations; 0: none during training.
+    """
+
+    def __init__(self, metrics_path: Path, *, interval: int) -> None:
+        self.metrics_path = metrics_path
+        self.interval = interval
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate as Lightning does between two steps."""
+        step = trainer.global_step
+        due = trainer.is_global_zero and lacks_validation(self.metrics_path, step, self.interval)
+        if step >= trainer.max_steps or not trainer.strategy.broadcast(due):
+            return
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        loop.restarting = False  # its counts in the checkpoint are those of the validation before
+        trainer.validating = True
+        loop.run()
+        trainer.training = True
+
+
 class Checkpointer(Callback):
     """Save at intervals, at the end, and when the process is asked to stop (SIGTERM).
 
@@ -375,6 +416,7 @@ class Checkpointer(Callback):
             logger.warning("received SIGTERM: saved step %d, exiting", step)
             self.stopped = True
             trainer.should_stop = True
+            trainer.limit_val_batches = 0  # or Lightning validates before it stops
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give SIGTERM back to Lightning, which restores the handler before its own."""

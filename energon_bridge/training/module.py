@@ -163,15 +163,7 @@ class VisionLanguageModule(LightningModule):
             self.predictions += in_turn(written)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Convert Lightning's count of microbatches to the gradient accumulation of this run.
-
-        Lightning counts the microbatches of one rank and takes an optimizer step where that count is a multiple of
-        `accumulate_grad_batches`. On another number of ranks the saved count would cut the global batches elsewhere.
-        Checkpoints are written in `on_train_batch_end`, when the microbatch is processed and not yet completed.
-
-        Raises:
-            ConfigurationError: It is the checkpoint of another model.
-        """
+        """Raise ConfigurationError if it is the checkpoint of another model."""
         there, here = (
             {name: tuple(tensor.shape) for name, tensor in state.items()}
             for state in (checkpoint["state_dict"], self.state_dict())
@@ -185,12 +177,6 @@ class VisionLanguageModule(LightningModule):
                 f"this run: {len(different)} of {len(here | there)} tensors differ, the first (shapes): {told}. Set "
                 "model.* as when the run started, or begin another run (run_dir=…)"
             )
-        accumulate = self.trainer.accumulate_grad_batches
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for name, steps in (("total", checkpoint["global_step"]), ("current", 1)):
-            done = steps * accumulate
-            progress[name].update(ready=done, started=done, processed=done, completed=done - 1)
-        progress["is_last_batch"] = False
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW with a linear warm-up and a cosine decay, stepped once per optimizer step."""

@@ -35,10 +35,12 @@ from energon_bridge.training.callbacks import (
     AtomicCheckpointIO,
     Checkpointer,
     CostWarmupCallback,
+    DueValidation,
     MicrobatchTimer,
     ProgressReporter,
     list_checkpoints,
     read_losses,
+    read_metric,
     say_complete,
     say_fresh_start,
 )
@@ -166,14 +168,20 @@ def _build_trainer(
     num_nodes, devices = _launched_processes()
     accumulate = config.accumulate(num_nodes * devices)
     validation = config.validation
+    metrics = run_dir / "metrics.jsonl"
     reporter = ProgressReporter(
-        run_dir / "metrics.jsonl",
+        metrics,
         log_interval=config.train.log_interval,
         save_interval=config.checkpoint.interval,
     )
     report = RunReport(
-        run_dir / "report.html", title=report_title(config), losses=lambda: read_losses(run_dir / "metrics.jsonl")
+        run_dir / "report.html",
+        title=report_title(config),
+        losses=lambda: read_losses(metrics),
+        validations=lambda: read_metric(metrics, "validation_loss"),
+        stopped=lambda: checkpointer.stopped,
     )
+    due = DueValidation(metrics, interval=0 if validation.limit_batches == 0 else validation.interval)
     return Trainer(
         accelerator=config.train.accelerator,
         num_nodes=num_nodes,
@@ -188,6 +196,7 @@ def _build_trainer(
             report,
             *([] if feedback is None else [MixFeedbackCallback(feedback)]),
             checkpointer,
+            due,
         ],  # the checkpoint of a step has the others' states
         max_steps=config.train.max_steps,
         max_epochs=-1,

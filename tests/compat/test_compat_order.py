@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from made import made_once
 
+import energon_bridge
 from energon_bridge.compat import loading
 from energon_bridge.compat.loading import WorkerConfig
 from energon_bridge.compat.wrapped import LimitDataset, RepeatDataset
@@ -20,6 +21,7 @@ from energon_bridge.core.errors import (
     SettingMismatchError,
     SkipSample,
 )
+from energon_bridge.core.loader.saved_run import sign
 from energon_bridge.tools.testing import create_captioning_test_dataset
 
 path = made_once(create_captioning_test_dataset, num_train=24, num_val=10)
@@ -180,3 +182,40 @@ def test_a_repeated_pass_needs_a_batch_for_each_worker(path: Path) -> None:
     empty = config(10, 11)
     with pytest.raises(EmptyDatasetError, match="worker 0 of rank 10 has no batch to repeat"):
         list(loading.get_loader(repeated, worker_config=empty))
+
+
+class Pairs(DefaultTaskEncoder):
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [samples[first : first + 2] for first in range(0, len(samples), 2)]
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        return {"keys": [sample.__key__ for sample in samples]}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_states_with_packs_stay_with_their_kind_of_program(packed: bool, path: Path) -> None:
+    """Packs of lanes that have not begun are others; without packs, and from before this was recorded, all fit."""
+
+    def loader(of: Any) -> Any:
+        packing = {"packing_buffer_size": 8, "task_encoder": Pairs()} if packed else {}
+        run = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=2)
+        return of.get_savable_loader(of.get_train_dataset(path, batch_size=1, worker_config=run, **packing))
+
+    def keys(batches: Any) -> list[Any]:
+        return [batch["keys"] if packed else batch.__key__ for batch in batches]
+
+    for own, other in ((energon_bridge, loading), (loading, energon_bridge)):
+        started, resumed, crossing = loader(own), loader(own), loader(other)
+        whole = keys(islice(loader(own), 12))
+        assert keys(islice(started, 3)) == whole[:3]
+        state = started.save_state_rank()
+        resumed.restore_state_rank(state)
+        assert keys(islice(resumed, 9)) == whole[3:]
+        if packed:
+            with pytest.raises(SettingMismatchError, match="another kind of program"):
+                crossing.restore_state_rank(state)
+            assert state["settings"].pop("first_packs")
+            loader(own).restore_state_rank(sign(state))
+        else:
+            crossing.restore_state_rank(state)
+            assert keys(islice(crossing, 9)) == whole[3:]

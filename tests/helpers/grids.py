@@ -67,12 +67,19 @@ def _parts(rng: random.Random, side: int) -> dict[str, bytes]:
 
 
 def role_loader(
-    dataset: DatasetSpec, name: str, rank: int, sizes: Mapping[str, int], *, workers: int = 0, macro: int = 1
+    dataset: DatasetSpec,
+    name: str,
+    rank: int,
+    sizes: Mapping[str, int],
+    *,
+    workers: int = 0,
+    macro: int = 1,
+    balance: Any = None,
 ) -> RoleLoader:
     """Return the loader of one rank of a grid, which is of no other grid."""
     grids = {grid: (rank if grid == name else None, size) for grid, size in sizes.items()}
     config = replace(dataset.worker_config, num_workers=workers)
-    return make_roles(grids=grids, macro=macro).loader(replace(dataset, worker_config=config))
+    return make_roles(grids=grids, macro=macro).loader(replace(dataset, worker_config=config), balance=balance)
 
 
 def delivered(
@@ -83,6 +90,7 @@ def delivered(
     state: Any = None,
     workers: int = 0,
     macro: int = 1,
+    balance: Any = None,
     lost: int = 0,
 ) -> tuple[dict[str, list[list[Any]]], list[Any]]:
     """Return what the ranks of each grid get in some steps, by name, rank and step; and the states at the end.
@@ -93,7 +101,7 @@ def delivered(
     states = []
     for name, size in sizes.items():
         for rank in range(size):
-            loader = role_loader(dataset, name, rank, sizes, workers=workers, macro=macro)
+            loader = role_loader(dataset, name, rank, sizes, workers=workers, macro=macro, balance=balance)
             if state is not None:
                 loader.restore_state_rank(state)
             found[name].append([step[name] for step in islice(loader, steps) if name in step])
@@ -114,6 +122,7 @@ def killed(
     state: Any = None,
     workers: int = 0,
     macro: int = 1,
+    balance: Any = None,
 ) -> tuple[dict[str, list[list[Any]]], list[Any], int]:
     """Run each rank in a process that kills itself, and return what reached the disk.
 
@@ -130,7 +139,7 @@ def killed(
 
     def live(name: str, rank: int) -> None:
         last = kills[name, rank]
-        loader = role_loader(dataset, name, rank, sizes, workers=workers, macro=macro)
+        loader = role_loader(dataset, name, rank, sizes, workers=workers, macro=macro, balance=balance)
         if state is not None:
             loader.restore_state_rank(state)
         stream = iter(loader)
@@ -166,6 +175,12 @@ def plain(dataset: DatasetSpec, ranks: int, steps: int, state: Any = None) -> li
         found.append(list(islice(loader, steps)))
         loader.close()
     return found
+
+
+def as_dealt(flat: Sequence[Any], found: dict[str, list[list[Any]]]) -> list[list[Any]]:
+    """Return microbatches of a run on one grid, with their media, as language ranks got them: by rank and step."""
+    by_rows = {batch.__restore_key__: batch for batch in flat}
+    return [[by_rows[batch.__restore_key__] for batch in rank] for rank in found["language"]]
 
 
 def without_media(batch: Any) -> Any:

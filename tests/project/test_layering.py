@@ -45,11 +45,11 @@ LAYERS = (
 BUDGETS = {
     "core": 17_550,
     "cloud": 3_450,
-    "models": 11_600,
-    "trainers": 4_650,
-    "tools": 13_900,
+    "models": 11_700,
+    "trainers": 4_750,
+    "tools": 14_150,
     "compat": 2_560,
-    "training": 3_040,
+    "training": 3_060,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

@@ -1,10 +1,11 @@
 """Chains of stops with roles, against an uninterrupted run on one grid.
 
 A chain is drawn from a seed and a number: an encoder, rows or packs, a mix with filters or a join, and legs, each with
-grids of sizes of its own, microbatches that encoders get at once, and workers. The state of the language ranks passes
-from one to the next; after it was saved, ranks go on for some steps, and are ended. In some legs each rank is a process
-that kills itself between two steps, a language rank or an encoder rank first; the next leg goes on from the last state
-that all language ranks have saved. `ENERGON_CHAINS` sets how many chains, `ENERGON_CHAIN_SEED` which.
+grids of sizes of its own, microbatches that encoders get at once, workers, and balance or none. The state of the
+language ranks passes from one to the next; after it was saved, ranks go on for some steps, and are ended. In some legs
+each rank is a process that kills itself between two steps, a language rank or an encoder rank first; the next leg goes
+on from the last state that all language ranks have saved. `ENERGON_CHAINS` sets how many chains, `ENERGON_CHAIN_SEED`
+which.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from __future__ import annotations
 import logging
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grids import NUM_LANES, assert_same_run, delivered, killed, pictures_dataset, plain
+from grids import NUM_LANES, as_dealt, assert_same_run, delivered, killed, pictures_dataset, plain
 from mixing import metadataset
 
 pytest.importorskip("transformers")
 
 from families import FAMILIES, encoder_of
 
-from energon_bridge import Cooker, SkipSample, WorkerConfig, get_train_dataset, register_joiner
+from energon_bridge import BatchCost, Cooker, SkipSample, WorkerConfig, get_train_dataset, register_joiner
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.samples.sample import META_FIELDS
 from energon_bridge.models.conversations.cooker import cook_conversation
@@ -35,6 +37,8 @@ from energon_bridge.tools.columns.making import add_column
 CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 8))
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))
 PARTS = 4
+GROUP = 24
+"""Microbatches of a global batch, in chains with balance."""
 MOST_LOST = 3
 """Steps that a leg makes after its state was saved."""
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=NUM_LANES)
@@ -58,6 +62,7 @@ class Skipping(ChatTemplateTaskEncoder):
 class Leg:
     """Ranks of both grids, steps, microbatches at once, workers, and the most steps that are lost after it.
 
+    `balance`: how microbatches are dealt between the language ranks that an encoder rank serves; None: they are not.
     `kills`: the steps after which each rank's process kills itself; None: the ranks are closed, in this process.
     """
 
@@ -67,6 +72,7 @@ class Leg:
     macro: int
     workers: int
     lost: int
+    balance: BatchCost | None
     kills: dict[tuple[str, int], int] | None
 
     @property
@@ -109,15 +115,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     logger.setLevel(level)
 
 
-def drawn_leg(rng: random.Random) -> Leg:
+def drawn_leg(rng: random.Random, *, balanced: bool) -> Leg:
+    """Draw a leg; where there is balance, it is a global batch."""
     language = rng.choice([1, 2, 3, 4, 6, 8])
     vision = rng.choice([size for size in range(1, 9) if language % size == 0 or size % language == 0])
     macro = rng.choice([1, 1, 2, 3]) if vision <= language else 1
     steps = macro * rng.randint(1, max(1, 8 // (macro * language)))
+    if balanced:
+        macro = 1
+        steps = GROUP // language
+    balance = BatchCost(attention=0.1) if balanced and vision < language and rng.random() < 0.8 else None
     workers = rng.choice([0] * 19 + [2])
     kills = drawn_kills(rng, language, vision, steps) if rng.random() < 0.2 else None
     lost = rng.choice([0, 0, 2])
-    return Leg(language=language, vision=vision, steps=steps, macro=macro, workers=workers, lost=lost, kills=kills)
+    return Leg(
+        language=language,
+        vision=vision,
+        steps=steps,
+        macro=macro,
+        workers=workers,
+        lost=lost,
+        balance=balance,
+        kills=kills,
+    )
 
 
 def drawn_kills(rng: random.Random, language: int, vision: int, steps: int) -> dict[tuple[str, int], int]:
@@ -158,12 +178,15 @@ def run_chain(data: Path, number: int, folder: Path) -> None:
     tree = drawn_tree(rng)
     mix = metadataset(data, train=tree)
     dataset = get_train_dataset(mix, task_encoder=encoder, worker_config=CONFIG, **options)
-    legs = [drawn_leg(rng) for _ in range(3)]
-    (flat,) = plain(dataset, 1, sum(leg.language * (leg.steps + MOST_LOST) for leg in legs))
+    balanced = rng.random() < 0.2
+    if balanced:
+        dataset = replace(dataset, worker_config=replace(CONFIG, microbatches_per_global_batch=GROUP))
+    legs = [drawn_leg(rng, balanced=balanced) for _ in range(3)]
+    (flat,) = plain(dataset, 1, GROUP * balanced + sum(leg.language * (leg.steps + MOST_LOST) for leg in legs))
     state: Any = None
     done = 0
     for place, leg in enumerate(legs):
-        given = {"state": state, "workers": leg.workers, "macro": leg.macro}
+        given = {"state": state, "workers": leg.workers, "macro": leg.macro, "balance": leg.balance}
         steps = leg.steps
         if leg.kills is None:
             found, saved = delivered(dataset, leg.sizes, steps, lost=leg.lost, **given)
@@ -171,12 +194,22 @@ def run_chain(data: Path, number: int, folder: Path) -> None:
             found, saved, steps = killed(dataset, leg.sizes, steps, leg.kills, folder / f"{number}-{place}", **given)
         whole = [flat[done + rank :: leg.language][:steps] for rank in range(leg.language)]
         try:
+            if leg.balance is not None:
+                came = whole
+                whole = as_dealt(flat[done:], found)
+                full = leg.steps if steps >= leg.steps else 0
+                assert rows_of(whole, full) == rows_of(came, full)
             assert_same_run(leg.sizes, steps, whole, found, macro=leg.macro)
         except AssertionError as error:
             raise AssertionError(f"seed {SEED}, chain {number}, {tree}, {leg} of {legs}: {error}") from error
         if saved:
             state = merge(saved) if rng.random() < 0.5 else saved
             done += leg.language * leg.steps
+
+
+def rows_of(ranks: list[list[Any]], steps: int) -> Counter[Any]:
+    """Return which microbatches the ranks run in some steps."""
+    return Counter(batch.__restore_key__ for rank in ranks for batch in rank[:steps])
 
 
 @pytest.mark.parametrize("part", range(PARTS))

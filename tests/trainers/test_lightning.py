@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:Checkpoin
 dataset = made_once(create_captioning_test_dataset, num_train=NUM_TRAIN, num_val=NUM_VAL)
 
 
-def module(dataset: Path, num_workers: int = 0) -> EnergonMultiModalDataModule:
+def module(dataset: Path, num_workers: int = 0, **settings: Any) -> EnergonMultiModalDataModule:
     return EnergonMultiModalDataModule(
         str(dataset),
         None,
@@ -41,6 +42,7 @@ def module(dataset: Path, num_workers: int = 0) -> EnergonMultiModalDataModule:
         num_val_workers=0,
         num_lanes=NUM_LANES,
         task_encoder=DefaultTaskEncoder(),
+        **settings,
     )
 
 
@@ -95,6 +97,51 @@ def test_two_ddp_processes_go_on_exactly(after: int, dataset: Path, tmp_path: Pa
     trained = [key for step in first + second for key in step]
     assert [len(step) for step in first + second] == [2] * 4 + [after] * 16
     assert trained == uninterrupted[: len(trained)]
+
+
+class Stepping(Model):
+    """Also notes how many microbatches had come at each optimizer step."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.trained.append("step")
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_optimizer_steps_stay_on_global_batches_on_other_ranks(
+    before: int, after: int, dataset: Path, tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    """A global batch has four microbatches; Lightning counts those of one rank."""
+    of_rank: list[list[str]] = []
+    port = free_port()
+
+    def start(ranks: int, steps: int, ckpt_path: Path | None, rank: int) -> list[str]:
+        become_rank(rank, ranks, port)
+        data = module(dataset, global_batch_size=4 * MICRO_BATCH)
+        accumulate = {"accumulate_grad_batches": 4 // ranks}
+        return fit(
+            data, tmp_path, ckpt_path, ranks, model=Stepping, limit_val_batches=0, max_steps=steps, **accumulate
+        ).trained
+
+    steps: list[list[str]] = []
+    for ranks, most, ckpt_path in ((before, 3, None), (after, 8, tmp_path / "last.ckpt")):
+        of_rank = run_forked(ranks, partial(start, ranks, most, ckpt_path))
+        port = free_port()
+        in_turn = list(zip(*of_rank, strict=True))
+        ends = [place for place, row in enumerate(in_turn) if row[0] == "step"]
+        for first, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+            steps.append([key for row in in_turn[first:end] for key in row])
+    assert steps == [uninterrupted[4 * step : 4 * step + 4] for step in range(8)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_steps_of_other_microbatches_than_a_global_batch_are_refused(
+    accumulate: int, dataset: Path, tmp_path: Path
+) -> None:
+    data = module(dataset, global_batch_size=2 * MICRO_BATCH)
+    with pytest.raises(ConfigurationError, match=r"2 microbatches an optimizer step.*accumulate_grad_batches=2"):
+        fit(data, tmp_path, max_steps=2, accumulate_grad_batches=accumulate)
+    fit(module(dataset), tmp_path, max_steps=2, accumulate_grad_batches=accumulate)
 
 
 class Withdrawing(Model):

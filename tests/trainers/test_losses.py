@@ -139,6 +139,29 @@ def test_samples_that_wait_for_a_pack_are_not_lost(workers: int, data: Path, los
     assert losses() == []
 
 
+@pytest.mark.parametrize("error", [SkipSample, ValueError])
+def test_losses_of_a_shared_buffer_are_of_all_that_it_drew(tmp_path: Path, losses: Losses, error: Any) -> None:
+    """A 24th is lost: of the packs for 48 lanes that the first lanes have drawn, few are delivered yet."""
+    folder = tmp_path / "poor"
+    text_dataset(folder, train=[480])
+    encoder = LosingPacks(lambda number: number % 24 == 3, error)
+    loader = loader_of(
+        folder,
+        encoder,
+        batch_size=1,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=48),
+        error_policy=ErrorPolicy(messages=0, tolerance=0, max_error_rate=0.1, min_draws=20),
+        packing_buffer_size=20,
+    )
+    deliver(loader, 8)
+    row = loader.counters()[0]
+    lost = row["errors"] + row["skipped"]
+    assert lost > 0.05 * (row["samples"] + lost)
+    assert lost >= 5
+    loader.close()
+    assert losses() == []
+
+
 @pytest.mark.parametrize(("ending", "error"), [("close", ValueError), ("drop", SkipSample)])
 def test_a_dataset_that_delivers_nothing_is_named_at_the_end_of_a_run(
     ending: str, error: type[Exception], data: Path, losses: Losses

@@ -41,10 +41,10 @@ from energon_bridge import (
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.tools.report import recorder as report
-from energon_bridge.tools.report.callback import RunReport
 from energon_bridge.tools.report.page import write_report
 from energon_bridge.tools.report.recorder import MOST_SLOW, Curve, RankSummary, RunRecorder, gathered, summary
 from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
+from energon_bridge.trainers.lightning import RunReport
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
@@ -153,12 +153,13 @@ def test_a_report_says_what_happened(mix: Blender, tmp_path: Path) -> None:
     samples = [int(rows[name][4]) for name in NAMES]
     assert sum(samples) == 80
     skipped, failed = ([int(rows[name][column]) for name in NAMES] for column in (6, 7))
-    reasons = {(Path(row[0]).name, row[1]): int(row[2]) for row in read.rows if len(row) == 3 and row[2].isdigit()}
+    reasons = {(Path(row[0]).name, row[1]): row[2:] for row in read.rows if len(row) == 4 and row[0].startswith("/")}
     for place, name in enumerate(NAMES):
-        assert reasons[name, "skipped by a hook (SkipSample)"] == skipped[place] > 0
-        assert reasons[name, "failed, all passes together"] == failed[place] > 0
-        text = "encode_sample: ValueError (different samples, since this process began)"
-        assert 0 < reasons[name, text] <= min(4, failed[place])
+        assert min(skipped[place], failed[place]) > 0
+        assert reasons[name, "skipped by a hook (SkipSample)"] == [str(skipped[place]), "–"]
+        assert reasons[name, "failed"] == [str(failed[place]), "–"]
+        times, different = reasons[name, "failed in encode_sample: ValueError"]
+        assert (times, 0 < int(different) <= min(4, failed[place])) == ("–", True)
     slow = [row for row in read.rows if row and row[0].endswith(" s") and "train-" in row[-1]]
     assert len(slow) == MOST_SLOW
     assert [float(row[0].split()[0]) for row in slow] == sorted(
@@ -317,8 +318,8 @@ def test_a_report_has_validation_learning_rate_and_the_highest_losses(mix: Blend
         keys = row[-1]["keys"]
         numbers = [to.removeprefix("report-samples/index.html#/sample/") for _, to in row[-1]["links"]]
         shown = [written[int(number)] for number in numbers]
-        assert [one["key"] for one in shown] == keys
-        assert all(dict(one["facts"])["step"] == int(row[1]) for one in shown)
+        assert [f"{NAMES[one['part']]}: {one['key']}" for one in shown] == keys
+        assert all(dict(one["facts"])["step"] == int(row[1].split(", ")[0]) for one in shown)
         for one in shown:
             fields = dict(one["fields"])
             with tarfile.open(Path(mix.items[one["part"]][0], one["shard"])) as shard:
@@ -329,6 +330,29 @@ def test_a_report_has_validation_learning_rate_and_the_highest_losses(mix: Blend
             assert fields["image"][0][2:] == size
             number = fields["image"][0][1]
             assert (tmp_path / f"report-samples/media/000/{number:06d}.jpg").is_file()
+
+
+def test_a_sample_of_several_epochs_is_told_once_with_its_steps(tmp_path: Path) -> None:
+    small = create_captioning_test_dataset(tmp_path / "small", num_train=3, num_val=1)
+    settings = {"batch_size": 1, "worker_config": WorkerConfig(num_workers=0), "task_encoder": DefaultTaskEncoder()}
+    loader = EnergonDataloader(get_savable_loader(get_train_dataset(small, **settings)))
+    recorder = RunRecorder()
+    recorder.start(loader)
+    steps: dict[str, list[int]] = {}
+    for step in range(1, 13):
+        batch = next(loader)
+        steps.setdefault(batch.__key__[0], []).append(step)
+        recorder.microbatch(loader, batch, step, torch.tensor(9.0 if batch.__key__ == ["train-00001"] else 1.0))
+    told = summary(recorder, loader)
+    loader.close()
+    assert told is not None
+    write_report(tmp_path / "report.html", [told], recorder)
+    sections = Read(tmp_path / "report.html").run["sections"]
+    rows = next(blocks for name, blocks in sections if name.startswith("Highest"))[0]["rows"]
+    found = {said(row[-1]): sorted(map(int, row[1].split(", "))) for row in rows}
+    assert len(rows) == len(steps) == 3
+    assert found == steps
+    assert said(rows[0][-1]) == "train-00001"
 
 
 def pages_of(folder: Path) -> list[dict[str, Any]]:

@@ -440,8 +440,8 @@ def test_images_that_only_late_entries_have_are_files_too(tmp_path: Path, media:
     source = listed(tmp_path, [*[plain] * 120, {**plain, "images": ["red.png", "blue.png"]}])
     stored = members(converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN))
     names = ["red.png", "blue.png"]
-    assert [stored[f"000000120.images.{n}.png"] for n in (0, 1)] == [(media / name).read_bytes() for name in names]
-    said = {"instruction": "a", "input": "", "output": "b", "files": ["red.png", "blue.png"]}
+    assert [stored[f"000000120.{n}.png"] for n in (0, 1)] == [(media / name).read_bytes() for name in names]
+    said = {"instruction": "a", "input": "", "output": "b", "files": names}
     assert json.loads(stored["000000120.json"]) == said
 
 

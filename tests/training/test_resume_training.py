@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -104,6 +105,92 @@ def test_the_script_goes_on_after_a_kill(dataset: Path, tmp_path: Path, uninterr
     resumed = run_program([*command, "--resume"], tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert hexes(config.run_dir) == uninterrupted
+
+
+VALIDATED = ("train.max_steps=6", "checkpoint.interval=2", "validation.interval=2")
+
+
+@pytest.fixture(scope="module")
+def validated(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl of a run that nobody disturbs, with validations."""
+    config = configuration(dataset, tmp_path_factory.mktemp("validated"), *VALIDATED)
+    training.run(config)
+    assert validations_in_report(config) == [2, 4, 6]
+    return rows_of(config)
+
+
+def rows_of(config: RunConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def validations_in_report(config: RunConfig) -> list[int]:
+    (data,) = re.findall(
+        r'preview\.take\("meta",null,(.*)\);\n</script>', Path(config.run_dir, "report.html").read_text()
+    )
+    (chart,) = dict(json.loads(data)["run"]["sections"])["Validation"]
+    return [step for step, _ in chart["lines"][0]["points"]]
+
+
+@pytest.mark.parametrize("killed_in", ["validation", "step"])
+def test_a_validation_that_a_kill_prevented_comes_after_the_resume(
+    dataset: Path, tmp_path: Path, validated: list[dict[str, Any]], killed_in: str
+) -> None:
+    """Killed between the checkpoint of step 4 and its validation, or after that, when it must not come twice."""
+    config = configuration(dataset, tmp_path / "run", *VALIDATED)
+
+    def train() -> None:
+        hook = "on_validation_epoch_start" if killed_in == "validation" else "on_before_optimizer_step"
+        original = getattr(VisionLanguageModule, hook)
+
+        def dying(self: VisionLanguageModule, *arguments: Any) -> None:
+            if self.trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, *arguments)
+
+        setattr(VisionLanguageModule, hook, dying)
+        training.run(config)
+
+    assert start_forked(train).result() == (False, f"no result, exit status {-signal.SIGKILL}")
+    assert ({"validation_loss"} & rows_of(config)[-1].keys() == set()) == (killed_in == "validation")
+    training.run(config, resume=True)
+    assert rows_of(config) == validated
+    assert validations_in_report(config) == [2, 4, 6]
+
+
+def test_the_first_line_after_a_resume_is_of_all_its_steps(
+    dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mean is that of the losses in metrics.jsonl since the line before, also where a checkpoint lies between."""
+    settings = ("train.log_interval=4", "checkpoint.interval=3", "validation.limit_batches=0")
+    with caplog.at_level("INFO"):
+        training.run(configuration(dataset, tmp_path / "run", *settings, "train.max_steps=6"))
+        caplog.clear()
+        training.run(configuration(dataset, tmp_path / "run", *settings, "train.max_steps=8"), resume=True)
+    losses = read_losses(tmp_path / "run")
+    lines = re.findall(r"step 8/8  loss (\S+)", caplog.text)
+    assert lines == [f"{sum(losses[step] for step in (5, 6, 7, 8)) / 4:.4f}"]
+    assert lines != [f"{sum(losses[step] for step in (7, 8)) / 2:.4f}"]
+
+
+def test_a_run_that_is_asked_to_stop_leaves_without_a_validation(
+    dataset: Path, tmp_path: Path, validated: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(dataset, tmp_path / "run", *VALIDATED)
+    original = VisionLanguageModule.training_step
+
+    def training_step(self: VisionLanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VisionLanguageModule, "training_step", training_step)
+        assert training.run(config).step == 4  # a validation is due after this step
+    assert [row["step"] for row in rows_of(config) if "validation_loss" in row] == [2]
+    assert {path.name for path in Path(config.run_dir).iterdir() if path.name.startswith("report")} == {"report.html"}
+    assert "SIGTERM" in Path(config.run_dir, "report.html").read_text()
+    training.run(config, resume=True)
+    assert rows_of(config) == validated
 
 
 # Several processes ---------------------------------------------------------------------------------------------------

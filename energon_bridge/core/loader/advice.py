@@ -43,7 +43,8 @@ def advise(position: Position) -> None:
     if buffer is not None and plan.packs_by_epoch:
         shortest, leaf = min(epochs_by_leaf(spec), key=lambda each: each[0])
         if lanes > 1 and IN_BUFFERS * lanes * buffer > shortest:
-            _say_small(leaf.dataset.path, int(shortest), lanes, plan.streams, buffer, len(spec.ordered) > 1)
+            mixed = len(spec.ordered) > 1
+            _say_small(leaf.dataset.path, leaf.num_samples, int(shortest), lanes, plan.streams, buffer, mixed)
     busy = len(position.own_lanes)
     if config.num_workers > busy:  # no rank has more lanes than the first
         shared = counted(lanes, "lane"), counted(ranks, "rank")
@@ -84,8 +85,11 @@ def _say_repeated(small: tuple[str, ...]) -> None:
 
 
 @cache
-def _say_small(path: str, draws: int, lanes: int, buffers: int, size: int, mixed: bool) -> None:
-    """Warn once of buffers that together hold much of an epoch of a dataset, `draws` samples of the run."""
+def _say_small(path: str, samples: int, draws: int, lanes: int, buffers: int, size: int, mixed: bool) -> None:
+    """Warn once of buffers that together hold much of an epoch of a dataset, in which the run draws `draws` samples."""
+    epoch = f"the {counted(draws, 'sample')} in an epoch of it"
+    if mixed:
+        epoch = f"the {counted(draws, 'sample')} that the mix draws while it goes once through its {samples:,}"
     consequence = (
         f"So the lanes share {counted(buffers, 'buffer')}, and a process encodes all samples of its lanes' buffers: "
         f"with more than {counted(buffers, 'process', 'processes')}, some do the same work"
@@ -95,10 +99,10 @@ def _say_small(path: str, draws: int, lanes: int, buffers: int, size: int, mixed
         else "Packs are filled from small parts of an epoch, and in a mix samples of later epochs come early"
     )
     logger.warning(
-        "%s is small for packing: %d lanes with packing_buffer_size=%d are more than an eighth of its epoch of %s. %s. "
+        "%s is small for packing: %d lanes with packing_buffer_size=%d hold more than an eighth of %s. %s. "
         "Fewer lanes (num_lanes of WorkerConfig or the data module, at least one for each rank) or a smaller buffer "
         "avoid it",
-        *(path, lanes, size, counted(draws, "sample"), consequence),
+        *(path, lanes, size, epoch, consequence),
     )
 
 

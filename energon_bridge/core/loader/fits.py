@@ -55,6 +55,8 @@ _WINDOWS = ("balance_window", "balance_window_of", "balance_window_cost")
 """Settings of runs whose global batches were once cut from several together, by cost (see `_check_windows`)."""
 _OF_THE_STATE = ("packing_buffers",)
 """Settings that a run keeps from its beginning, like its lanes."""
+_SINCE_THEN = ("today", "first_packs", "pack_limits")
+"""Settings that states of earlier versions do not have."""
 _OF_THE_MIX = ("mode", "schedule", "shuffle", "unit", "unit_values")
 
 
@@ -81,9 +83,10 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
     names = (settings.keys() | saved.settings.keys()) - {*_WINDOWS}
     for name in sorted(names, key=lambda n: (n not in _SETTING_ERRORS, n)):
         then, now = (of.get(name) for of in (saved.settings, settings))
-        # States of earlier versions have no day.
-        if then == now or name in _OF_THE_STATE or (name == "today" and None in (then, now)):
+        if then == now or name in _OF_THE_STATE or (name in _SINCE_THEN and None in (then, now)):
             continue
+        if name == "pack_limits" and (saved.settings.get("packing_buffers") or saved.num_lanes) == saved.num_lanes:
+            continue  # each lane packs for itself, and goes on with the other limits from where it is
         if name in _OF_THE_MIX and (adapt or difference):  # for another mix, the leaves say more
             of_the_mix.append(f"~ {name}: {then} is {now} now")
             continue
@@ -162,6 +165,18 @@ def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
             "the column that the weights of the mix are shares of (`unit`) has other values than when the state was "
             "saved, and the order of samples depends on them: restore the column, or resume with "
             'on_mismatch="adapt" to continue with the new values'
+        )
+    if name == "first_packs":
+        where = {"full": "one that imports megatron.energon (energon_bridge.compat)", "staggered": "one of ours"}
+        return SettingMismatchError(
+            f"the state is that of another kind of program, {where.get(str(then), then)}, and the packs of lanes that "
+            "have not begun would be others: go on with the kind of program that saved it, or start a new run"
+        )
+    if name == "pack_limits":
+        return SettingMismatchError(
+            f"the state was saved by an encoder whose packs hold at most {then}, and here it is {now}: the data is so "
+            "small that lanes share their packing buffers, and with other packs some samples would come twice and "
+            "others not. Go on with those limits, or start a new run"
         )
     also = f" in the ChatConfig{called(name)}, or leave it out," if name == "today" else called(name)
     return _SETTING_ERRORS.get(name, SettingMismatchError)(

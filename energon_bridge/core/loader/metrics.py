@@ -16,7 +16,6 @@ from energon_bridge.core.loader.position import Position
 from energon_bridge.core.loader.saved_run import State
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.failures import FailureLog
-from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.stream.policy import ErrorPolicy
 from energon_bridge.core.stream.state import COLUMNS, COUNTERS, Counts, LaneBatch
 
@@ -118,7 +117,7 @@ def check_rates(position: Position, item: LaneBatch, policy: ErrorPolicy, failur
     """Check the error rates of the datasets with failures in a microbatch, by the counters of this rank.
 
     The rate of a dataset is its failed samples divided by those that failed, were skipped, were delivered or wait for
-    a pack. Leaves of the same path count as one dataset.
+    a pack, or by the draws of buffers that lanes share. Leaves of the same path count as one dataset.
 
     Args:
         position: Before the microbatch.
@@ -132,11 +131,9 @@ def check_rates(position: Position, item: LaneBatch, policy: ErrorPolicy, failur
     concerned = {leaves[leaf].dataset.path for leaf, added in item.counts.items() if added[_ERRORS]}
     if not concerned:
         return
-    totals = Counts(position.counts)
-    totals.add(item.counts)
-    for path, total in _by_dataset(leaves, totals, position.waiting(item)).items():
+    for path, total in _by_dataset(position, item).items():
         failed = total["errors"]
-        drawn = sum(total[name] for name in ("errors", "samples", "skipped", "waiting"))
+        drawn = max(total["draws"], sum(total[name] for name in ("errors", "samples", "skipped", "waiting")))
         if path in concerned and drawn >= policy.min_draws and failed > policy.max_error_rate * drawn:
             known = failure_log.failures(path)
             raise ErrorRateError(
@@ -153,10 +150,10 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
         least: Samples that must have been drawn of a dataset before it is mentioned.
     """
     rank = position.plan.config.dp_rank
-    for path, total in _by_dataset(position.plan.leaves, position.counts, position.waiting()).items():
+    for path, total in _by_dataset(position).items():
         lost = {cause: total[cause] for cause in _LOSSES if total[cause]}
         there = total["samples"] + total["waiting"]
-        drawn = there + sum(lost.values())
+        drawn = max(there + sum(lost.values()), total["draws"])
         if drawn < least:
             continue
         causes = list(lost)
@@ -186,10 +183,24 @@ _LOSSES = {
 """Counters of draws that delivered nothing: the word for it in a warning, and the advice."""
 
 
-def _by_dataset(leaves: Sequence[Leaf], counts: Counts, waiting: Counter[int]) -> dict[str, Counter[str]]:
-    """Return by the path of each dataset the sums of its leaves' counters, and its samples that wait."""
+def _by_dataset(position: Position, item: LaneBatch | None = None) -> dict[str, Counter[str]]:
+    """Return by the path of each dataset the sums of its leaves' counters, its samples that wait, and its draws.
+
+    Draws are those of shared buffers, 0 without: one lane counts at once what a buffer loses, the others the samples of
+    their packs when they come to them. `item` is the microbatch that is delivered next, if it is to count.
+    """
+    counts = Counts(position.counts)
+    lanes = dict(position.lanes)
+    if item is not None:
+        counts.add(item.counts)
+        lanes |= {} if item.state is None else {item.unit: item.state}
+    waiting = position.waiting(item)
+    draws = Counter[int]()
+    for lane, state in lanes.items():
+        if state.dealt and lane < position.plan.streams:
+            draws.update(dict(enumerate(state.leaf_draws)))
     totals: dict[str, Counter[str]] = {}
     for leaf, counted in sorted(counts.items()):
-        total = totals.setdefault(leaves[leaf].dataset.path, Counter(waiting=0))
-        total.update(dict(zip(COLUMNS, counted, strict=True)), waiting=waiting[leaf])
+        total = totals.setdefault(position.plan.leaves[leaf].dataset.path, Counter(waiting=0))
+        total.update(dict(zip(COLUMNS, counted, strict=True)), waiting=waiting[leaf], draws=draws[leaf])
     return totals

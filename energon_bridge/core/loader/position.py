@@ -79,6 +79,7 @@ class Position(ABC):
         self._bans: tuple[Ban, ...] = ()
         self._parked: list[saved_run.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
+        self._said: list[str] = []
         # States have the marks of the data as it is now: until the first is saved, it may be written again.
         _ = plan.data.marks
 
@@ -185,6 +186,13 @@ class Position(ABC):
             ConfigurationError: It is no number of steps, or passes without microbatches never reach it.
         """
         step = check_number("start_at", step, 0)
+        if step and (does := self.plan.data.joins_samples):
+            logger.warning(
+                "start_at=%d: the run %s, so which samples came before that step is not known without reading them; it "
+                "begins as if each row had been one sample, and some come again. A state goes on exactly",
+                step,
+                does,
+            )
         virtual = self.plan.data.settings.virtual_epoch_length
         self.epoch_steps = step % virtual if virtual else 0
         self.turn = 0
@@ -293,12 +301,13 @@ class Position(ABC):
         out = None if self.out is None else self.out.restored(saved, [leaf["identity"] for leaf in self.plan.table])
         if (configured := self.plan.config.num_lanes) not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, configured)
-        if difference:
+        if difference and difference != self._said:  # trainers may restore a state twice
+            self._said = difference
             level = logging.INFO if self.plan.config.dp_rank else logging.WARNING  # of all ranks: said once
             logger.log(level, "the mix has changed; the run continues with the new one:\n  %s", "\n  ".join(difference))
             if changes:
                 logger.log(level, "earlier changes by set_weights do not apply to the new mix and are dropped")
-                changes = ()
+        changes = () if difference else changes
         bans = moved_bans(saved, data.leaves) if saved.bans else ()
         banned = banned_of(saved, bans, data.leaves) if bans else {}
         buffers = saved.settings.get(PACKING_BUFFERS) or 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,9 @@ import torch
 from energon_bridge.core.errors import ConfigurationError, LoaderError
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.saved_run import State
+from energon_bridge.core.worker_config import distributed
+
+logger = logging.getLogger(__name__)
 
 
 def agreed(what: str, own: int, choose: Callable[[list[int]], int], ranks: int, group: Any) -> int:
@@ -26,6 +31,35 @@ def gathered(instead: str, own: Any, ranks: int, group: Any) -> list[Any]:
     found: list[Any] = [None] * ranks
     torch.distributed.all_gather_object(found, own, group=group)
     return found
+
+
+def first_told(what: str, own: str) -> str:
+    """Return what the first rank that asked this said; no collective, since ranks ask when they like, and some not.
+
+    Without a store of the process group (older torch, MPI), it is the rank's own.
+    """
+    ranks = distributed()
+    store_of = None if ranks is None else getattr(ranks.group.WORLD, "get_group_store", None)
+    store = None if store_of is None else store_of()
+    first = b"" if store is None else store.compare_set(f"energon_bridge/{what}", "", own)
+    return first.decode() or own
+
+
+_begun: Counter[str] = Counter()
+
+
+def warn_of_other_beginnings(run: str, microbatches: int, rank: int) -> None:
+    """Warn if a training run begins on this rank at another microbatch than on the first rank that began it."""
+    _begun[run] += 1  # a process may open a run several times: ranks open it as often
+    first = first_told(f"begins/{run}/{_begun[run]}", str(microbatches))
+    if first != str(microbatches):
+        logger.warning(
+            "data-parallel rank %d begins at microbatch %d of the run, another one at %s: some samples come twice, and "
+            "others not. Give each rank the states of all ranks, as a list, to restore_state_rank; or none to any",
+            rank,
+            microbatches,
+            first,
+        )
 
 
 def merged_state(own: State, ranks: int, group: Any, global_dst_rank: int | None = None) -> State | None:

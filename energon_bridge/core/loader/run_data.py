@@ -125,6 +125,14 @@ class RunData:
         return OwnHooks(self.settings.task_encoder, selects=self.settings.selects).groups
 
     @property
+    def joins_samples(self) -> str:
+        """How rows are made of several samples, so that a step does not tell how many; empty: they are not."""
+        if self.settings.max_tokens_per_microbatch is not None:
+            return "selects samples by max_tokens_per_microbatch"
+        packs = self.settings.packing_buffer_size is not None
+        return "packs samples" if packs else "groups samples" if self.grouped else ""
+
+    @property
     def listed(self) -> bool:
         """Whether all ranks agree on the rows of a pass before it begins, since it is packed or grouped."""
         return self.ends and (self.settings.packing_buffer_size is not None or self.grouped)

@@ -12,6 +12,7 @@ import numpy as np
 
 from energon_bridge.core.encoder.task_encoder import decoder_of
 from energon_bridge.core.format.foreign import ForeignDataset
+from energon_bridge.core.loader.ranks import first_told
 from energon_bridge.core.loader.run_data import RunData, epochs_by_leaf
 from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.mix.weights import ChangedWeights
@@ -32,7 +33,16 @@ _FEWEST_GROUPS = 4
 
 
 PACKING_BUFFERS = "packing_buffers"
+PACK_LIMITS = "pack_limits"
 """The number of packing buffers of a run: of small data there are fewer than lanes (`stream/dealt_packs.py`)."""
+ORDER_SETTINGS = frozenset(
+    (
+        *("seed", "batch_size", "batch_drop_last", "grouped", "packing_buffer_size", PACKING_BUFFERS),
+        *("max_tokens_per_microbatch", "max_samples_per_sequence", "shuffle_buffer_size", "parallel_shard_iters"),
+        *("shuffle", "mode", "buckets", "schedule", "unit", "unit_values"),
+    )
+)
+"""What `plan_run` records of the order; the other settings of states say what samples become (pixels, the day)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +224,12 @@ def plan_run(
             settings |= data.settings.conventions.recorded(ranks=ranks, workers=config.processes, limit=limit)
     if data.settings.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.settings.packing_buffer_size}
+        settings |= {"first_packs": data.settings.conventions.first_packs}
         if not data.ends:
             buffers = packing_buffers(data, lanes) if buffers is None else buffers
             settings |= {PACKING_BUFFERS: buffers} if buffers else {}
+            limits = getattr(getattr(data.settings.task_encoder, "packer", None), "limits", None)
+            settings |= {PACK_LIMITS: ", ".join(f"{limits[name]} {name}" for name in sorted(limits))} if limits else {}
     if data.settings.max_tokens_per_microbatch is not None:
         settings |= {"max_tokens_per_microbatch": data.settings.max_tokens_per_microbatch}
     if data.kind != "finite":
@@ -264,14 +277,9 @@ def plan_run(
 
 def _agree_on_day(day: Any) -> None:
     """Give all ranks of a new run the day of the first one that asks: at midnight, their clocks differ."""
-    ranks = distributed()
-    if day is None or day.settled or ranks is None:
+    if day is None or day.settled or distributed() is None:
         return
-    # No collective: ranks plan when they like, some more often than others, and some not at all.
-    store_of = getattr(ranks.group.WORLD, "get_group_store", None)  # older torch and MPI have none
-    store = None if store_of is None else store_of()
-    first = b"" if store is None else store.compare_set("energon_bridge/today", "", day.today.isoformat())
-    day.settle(date.fromisoformat(first.decode()) if first else day.today)
+    day.settle(date.fromisoformat(first_told("today", day.today.isoformat())))
 
 
 _LEAST_SHARE = 64

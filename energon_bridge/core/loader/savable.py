@@ -26,9 +26,10 @@ from energon_bridge.core.loader.no_dataloader import DATASET_IS_NO_LOADER, NotFo
 from energon_bridge.core.loader.opening import open_pipeline
 from energon_bridge.core.loader.outstanding import Outstanding, check_keeps
 from energon_bridge.core.loader.position import FinitePass, OnMismatch, Position
-from energon_bridge.core.loader.ranks import merged_state
+from energon_bridge.core.loader.ranks import merged_state, warn_of_other_beginnings
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.workers import Work
+from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.samples.showing import counted, described
 from energon_bridge.core.stream.again import describe, restore_sample
@@ -92,6 +93,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             groups.check_data_parallel(config.dp_rank, config.dp_size, by_group=config.data_parallel_group is not None)
         dataset.check_types()
         self._delivery = self._delivery_kind(dataset, config, watchdog)
+        self._compared = False
         repeats = check_number("repeats", repeats, 1)
         if keep_until_done:
             check_keeps(dataset)
@@ -116,8 +118,19 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     # Delivering ------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator type
+        self._compare_beginnings()
         self._delivery.begin(persistent=self.persistent_workers)
         return Iteration(self._delivery)
+
+    def _compare_beginnings(self) -> None:
+        """Warn if the ranks of an endless run begin it at different places; once a loader."""
+        config = self.config
+        if self._compared or self.spec.ends or config.dp_size == 1 or config.serves is not None:
+            return
+        self._compared = True
+        leaves = [leaf.identity for leaf in self._position.plan.leaves]
+        run = f"{config.dp_size}/{key_of(config.run_seed, *leaves):016x}"
+        warn_of_other_beginnings(run, self.microbatches, config.dp_rank)
 
     def __len__(self) -> int:
         """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""

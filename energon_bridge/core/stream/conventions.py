@@ -54,6 +54,8 @@ class Conventions:
         listing_has_length: Whether the length of a pass that is packed or grouped is that of its listing; else each
             sample counts as a row.
         no_number: `hooks.NUMBER` for a draw that is not numbered.
+        first_packs: Whether the first packs of a lane are selected from a "full" buffer, or "staggered": from one with
+            fewer samples, other ones in each lane. States record it.
         delivered: Makes of a batch, or of a sample that is delivered alone, what programs expect; None: nothing else.
         attach: Sets a meta field of a batch, by its name; None: `attach` of `pipeline.py` does.
     """
@@ -62,6 +64,7 @@ class Conventions:
     masks: ClassVar[bool] = True
     listing_has_length: ClassVar[bool] = True
     no_number: ClassVar[int] = -1
+    first_packs: ClassVar[str] = "staggered"
     delivered: ClassVar[Callable[..., Any] | None] = None
     attach: ClassVar[Callable[..., None] | None] = None
 
@@ -101,7 +104,7 @@ class Conventions:
 
     def first_target(self, lane: int, size: int) -> int:
         """Return the samples in the buffer of a lane at which its first packs are selected, of `size` in the end."""
-        return size - int(size / 2 * (lane * _GOLDEN % 1.0))
+        return size if self.first_packs == "full" else size - int(size / 2 * (lane * _GOLDEN % 1.0))
 
     # What hooks and programs see -------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ way.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,6 +25,8 @@ from energon_bridge.core.stream.pack_buffer import ByLength, Packing, PackRules,
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.rows import BatchRow
 from energon_bridge.core.stream.state import Counts, LaneState, Stage, as_members
+
+logger = logging.getLogger(__name__)
 
 Key = tuple[int, int, int, bytes]
 """The position of a buffer: packs dealt, draws, outputs taken of the current draw, and the references that wait."""
@@ -195,6 +198,7 @@ class SharedBuffers:
         self._seen = {lane: states.get(lane) or fresh for lane in lanes}
         self._buffers: dict[int, list[SharedBuffer]] = {}
         self._reading: dict[int, SharedBuffer] = {}
+        self._warned = False
 
     def packs(self, lane: int, counts: Counts) -> tuple[list[list[BatchRow]], LaneState]:
         """Return a lane's packs of the next selection, and the buffer after it."""
@@ -216,6 +220,13 @@ class SharedBuffers:
         for buffer in buffers:
             if (selection := buffer.find(key)) is not None:
                 return buffer, selection
+        if buffers and not self._warned:
+            self._warned = True
+            logger.warning(
+                "lanes that share a packing buffer come to different packs: select_samples_to_pack chooses otherwise "
+                "than when the state was saved, so some samples come twice and others not. Go on with the encoder of "
+                "then, or start a new run"
+            )
         sharing = [other for other in self._seen if other % self._streams == stream]
         turns = {other // self._streams for other in sharing}
         seen = (

@@ -34,6 +34,7 @@ from energon_bridge.models.conversations.parts import (
     MAPPING,
     Medium,
     av_medium_by_name,
+    is_drawn,
     medium_by_name,
     natural_order,
     own_payload,
@@ -328,8 +329,16 @@ def _media(sample: Any, kind: Kind) -> list[Any]:
 
 
 def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
-    """Return a crude sample's own images, videos or sounds: `2.jpg` before `10.jpg`."""
-    names = (name for name in sample if not name.startswith("__") and _medium(name) == kind)
+    """Return a crude sample's own images, videos or sounds: `2.jpg` before `10.jpg`.
+
+    Raises SampleError if one of several may be no part of the question, as a mask.
+    """
+    names = [name for name in sample if not name.startswith("__") and _medium(name) == kind]
+    if len(names) > 1 and (drawn := next(filter(is_drawn, names), None)):
+        raise SampleError(
+            f"the sample has the {kind}s {', '.join(names)}, and all of them would be shown: name those that the texts "
+            f"are about, as {kind}s: [PART, …] in its json, or leave out {drawn!r} (part_filter)"
+        )
     return [sample[name] for name in sorted(names, key=natural_order)]
 
 

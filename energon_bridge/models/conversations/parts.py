@@ -53,6 +53,29 @@ def natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
+@lru_cache(maxsize=4096)
+def is_drawn(name: str) -> bool:
+    """Return whether a column or part may be drawn from an image that is asked about, or be the answer: `mask.png`."""
+    return not _DRAWN.isdisjoint(re.split(r"[\W_\d]+", name.lower()))
+
+
+@lru_cache(maxsize=4096)
+def is_of_answer(name: str) -> bool:
+    """Return whether a column of media seems to belong to the answer, which the question must not show."""
+    return not _OF_ANSWER.isdisjoint(re.split(r"[\W_\d]+", name.lower()))
+
+
+_OF_ANSWER = frozenset(("answer", "solution", "explanation", "rationale", "output", "edited", "target", "response"))
+_DRAWN = frozenset(
+    (
+        *_OF_ANSWER,
+        *("mask", "masks", "depth", "normals", "edges", "canny", "seg", "segmentation", "heatmap", "saliency"),
+        *("overlay", "annotated", "annotation", "label", "gt", "result", "negative", "rejected", "thumbnail", "thumb"),
+        "preview",
+    )
+)
+
+
 def av_medium_by_name(name: str) -> Medium:
     """Return `video` or `audio` for a part of a sample with such a name, else None."""
     first, _, rest = name.lower().partition(".")

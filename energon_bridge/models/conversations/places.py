@@ -43,7 +43,7 @@ _FILE = (
     r"[^\s<>\[\](){}]{1,200}\.(?:jpe?g|png|webp|gif|bmp|tiff?|heic|avif|mp4|mkv|mov|avi|webm|wav|mp3|flac|ogg|opus|m4a)"
 )
 _LIKE_PLACES = re.compile(
-    r"<(?!/)\|?[^<>\n=]{0,24}(?:image|img|picture|photo|video|audio|sound|speech|visual|vision|frame|media|placeholder|clip)"
+    r"<(?!/)\|?[^<>\n=]{0,24}(?:image|img|picture|photo|video|audio|sound|speech|visual|vision|frame|media|placeholder|clip|im_patch)"
     r"[^<>\n=]{0,24}\|?>|<(?:image|img|video|audio)\s[^<>\n]{0,200}>|!\[[^\]\n]{0,200}\]\([^)\n]{0,200}\)"
     rf"|[<\[{{](?:\w+[:=] ?)?{_FILE}[>\]}}]|\A[ \t]*{_FILE}[ \t]*$|^[ \t]*{_FILE}\s*\Z"
     r"|\{\{? ?(?:image|img|video|audio)_?(?:path|url|file|name) ?\}"
@@ -79,6 +79,11 @@ def spelled(text: str) -> list[MediaPlace]:
             MediaPlace(match.start(), match.end(), kind, None if digits is None else int(digits), match[0].strip("\n"))
         )
     return found
+
+
+def ends_in_place(text: str) -> bool:
+    """Return whether a text ends with a place, as choices that are pictures do."""
+    return text.endswith((">", "]", "}")) and any(place.end == len(text) for place in spelled(text))
 
 
 def by_place(media: Any) -> Any:

@@ -24,6 +24,7 @@ from string import ascii_uppercase
 from typing import Any, Literal, NamedTuple
 
 from energon_bridge.core.errors import SampleError
+from energon_bridge.models.conversations.places import ends_in_place
 from energon_bridge.models.conversations.withheld import accepted
 
 AnswersAs = Literal["letter", "text", "index", "number"]
@@ -107,6 +108,8 @@ _ENDINGS = re.compile(
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _ANY_LETTER = re.compile(r"[^\W\d_]")
+_NEVER_NAMES = ("premise", "hypothesis", "claim", "statement", "scenario", "situation")
+"""Columns of texts that a question is about, however short."""
 _WORDS = 4
 """A text of fewer may be the name of a category."""
 
@@ -132,8 +135,9 @@ class Options:
 
     @property
     def lines(self) -> str:
-        """The choices as text, a line each."""
-        return self.written or "\n".join(f"{a}. {text}" for a, text in zip(self.letters, self.texts, strict=True))
+        """The choices as text, a line each. The line break behind a picture belongs to it, so that needs another."""
+        shown = zip(self.letters, self.texts, strict=True)
+        return self.written or "\n".join(f"{a}. {text}" + "\n" * ends_in_place(text) for a, text in shown)
 
 
 # Choices --------------------------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ def options_of(entry: Mapping[str, Any]) -> Options | None:
             return listed
     series: dict[str, dict[str, tuple[str, Any]]] = {}
     for column, start, key in names.series:
-        if _is_plain(entry[column]) and not _is_missing(entry[column]):
+        if _is_plain(entry[column]) and not is_missing(entry[column]):
             series.setdefault(start, {})[key] = (column, entry[column])
     for found in series.values():
         keys = sorted(found)
@@ -228,8 +232,8 @@ def _labelled(choice: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Return a list or an object written as JSON or, as in MMMU, by Python; None if it is neither."""
-    for read in (json.loads, ast.literal_eval):
+    """Return a list or an object written as JSON or, as in MMMU, by Python or numpy; None if it is neither."""
+    for read in (json.loads, _of_numpy, ast.literal_eval):
         try:
             return read(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -237,9 +241,20 @@ def _parsed(text: str) -> Any:
     return None
 
 
-def _is_missing(value: Any) -> bool:
+_STRING = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
+_PRINTED = re.compile(rf"\[\s*{_STRING}(?:\s+{_STRING})+\s*\]")
+
+
+def _of_numpy(text: str) -> list[Any]:
+    """Return an array of texts as numpy prints it, without commas, which Python takes for one text; else ValueError."""
+    if _PRINTED.fullmatch(text) is None:
+        raise ValueError
+    return [ast.literal_eval(one) for one in re.findall(_STRING, text)]
+
+
+def is_missing(value: Any) -> bool:
     """Return whether a value is null: None, or what tables of floats have for it, also as text."""
-    return value is None or value == "nan" or (isinstance(value, float) and value != value)
+    return value is None or value in ("nan", "<noinput>") or (isinstance(value, float) and value != value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -449,7 +464,7 @@ def columns_of(entry: Mapping[str, Any]) -> list[str]:
     """Return the columns beside a question that are known to belong to it, and are filled."""
     options = options_of(entry)
     names = _named(tuple(entry)).contexts
-    contexts = [name for name in names if entry[name] not in ("", [], {}) and not _is_missing(entry[name])]
+    contexts = [name for name in names if entry[name] not in ("", [], {}) and not is_missing(entry[name])]
     return [*contexts, *(options.columns if options is not None else ())]
 
 
@@ -467,7 +482,7 @@ def composed(entry: Mapping[str, Any], pair: tuple[str, str], given: AnswersAs |
     is_behind = pair[0] == "instruction"
     question = "\n".join(filter(None, [asked, *contexts] if is_behind else [*contexts, asked]))
     more = entry.get("input") or entry.get("inputs")  # of Alpaca, of M3IT
-    if isinstance(more, str) and more and pair[0] not in ("input", "inputs"):
+    if isinstance(more, str) and more and not is_missing(more) and pair[0] not in ("input", "inputs"):
         question = f"{question}\n{more}" if question else more
     options = options_of(beside)
     if options is None:
@@ -541,7 +556,7 @@ def filled(
 
 
 def _context(column: str, value: Any) -> str:
-    texts = [] if _is_missing(value) else _paragraphs(value)
+    texts = [] if is_missing(value) else _paragraphs(value)
     if texts is None:
         raise SampleError(
             f"`{column}` belongs to the question, and is not understood: expected a text, found {str(value)[:200]!r}. "
@@ -608,7 +623,9 @@ def unknown_texts(entry: Mapping[str, Any], known: Collection[str], pair: tuple[
     found = [
         name
         for name in _named(tuple(entry)).unknown
-        if name not in known and (pair is None or name not in pair) and _is_long(entry[name])
+        if name not in known
+        and (pair is None or name not in pair)
+        and (_is_long(entry[name]) or (name.lower() in _NEVER_NAMES and any(texts_in(entry[name]))))
     ]
     if not found:
         return found
@@ -669,7 +686,7 @@ def texts_in(value: Any) -> list[str]:
 
 def short_text(value: Any) -> str | None:
     """Return the value if it is a text of few words; None for numbers, names of files and the like."""
-    text = value.strip() if isinstance(value, str) and not _is_missing(value) and _ANY_LETTER.search(value) else ""
+    text = value.strip() if isinstance(value, str) and not is_missing(value) and _ANY_LETTER.search(value) else ""
     return text if text and not _is_name(text) and not _is_long(text) else None
 
 

@@ -111,7 +111,9 @@ def check_other_media(entry: Mapping[str, Any]) -> None:
 
 _SIBLING = re.compile(r"(image|img|picture|photo|video|audio|sound)s?_?\d+(_?(path|name|file|url))?")
 _OF_IMAGES = ("image", "img", "picture", "photo", "coco", "flickr", "vg")
-_NAMES_MEDIUM = re.compile(rf"({'|'.join(_OF_IMAGES)}|video|vid|youtube|yt|audio|audiocap|sound)s?_?ids?")
+_NAMES_MEDIUM = re.compile(
+    rf"({'|'.join(_OF_IMAGES)}|video|vid|clip|youtube|yt|audio|audiocap|sound)s?_?(?:ids?|names?|uids?)"
+)
 
 
 def placed(turns: Sequence[RawTurn], there: Mapping[Medium, int]) -> list[RawTurn]:
@@ -173,7 +175,7 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             if text is not None:
                 check_no_flag(part)
                 inline = _INLINE.search(text) if role != "assistant" and "</" in text else None
-                if inline is not None and medium_by_name(inline[1]) is not None:
+                if inline is not None and (medium_by_name(inline[1]) is not None or inline[1].strip().isdigit()):
                     kind = next(kind for kind in MEDIA if kind[:2] == inline[0][1:3])
                     raise SampleError(
                         f"a text names {'a' if kind == 'video' else 'an'} {kind} as {short(inline[0])}, which would "
@@ -204,6 +206,10 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             check_no_file(key, turn[key], role)
         if any(_counted([turn])[0][one] for one in _CUT):
             check_unseen(without(turn, *_OWN_KEYS), f"the turn of {role!r}")
+    for key in _ORDERS:
+        numbers = [number for turn in turns if type(number := turn.get(key)) is int]
+        if len(numbers) == len(turns) and numbers != sorted(numbers):
+            raise SampleError(f"the turns are not in their order, which `{key}` says ({short(numbers)}): sort them")
     if not any(learned):
         said = any(ROLES[str(role_name(turn))] == "assistant" for turn in turns)
         flagged = ": keys of its turns (weight, loss, train, …) leave out what would be learned" if said else ""
@@ -236,6 +242,7 @@ def _thoughts_in(value: Any) -> list[str]:
     return texts_in([[one.get("text"), one.get("summary")] if isinstance(one, MAPPING) else one for one in ones])
 
 
+_ORDERS = ("turn", "turn_id", "turn_index", "turn_idx", "turn_number")
 _THINKING = ("analysis", "commentary", "thinking", "thought", "thoughts", "reasoning", "think")
 
 

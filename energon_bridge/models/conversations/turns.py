@@ -46,6 +46,7 @@ from energon_bridge.models.conversations.questions import (
     composed,
     doubt_of_answer,
     first_answer,
+    is_missing,
     not_said,
     texts_of,
     unknown_texts,
@@ -393,7 +394,7 @@ def has_empty_answer(entry: Mapping[str, Any]) -> bool:
 
 def system_prompt(entry: Mapping[str, Any]) -> Any:
     """Return the system prompt beside the turns or the pair of an entry."""
-    return next((entry[name] for name in SYSTEMS if entry.get(name)), None)
+    return next((entry[name] for name in SYSTEMS if entry.get(name) and not is_missing(entry[name])), None)
 
 
 def read_tools(entry: Mapping[str, Any]) -> list[Any] | None:
@@ -469,8 +470,8 @@ def _turns_of_pair(
 ) -> list[RawTurn]:
     asked = entry[pair[0]]
     answer = entry[pair[1]]
-    if not _is_said(answer):
-        answer = first_answer(answer)
+    if not _is_said(answer) or (pair[1].lower() == "answers" and texts_of(answer)):
+        answer = first_answer(texts_of(answer) or answer)
     if isinstance(asked, str):
         asked, letter = composed(entry, pair, answers_as)
         answer = letter or answer

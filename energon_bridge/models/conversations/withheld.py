@@ -47,6 +47,9 @@ def is_held_out(column: str, value: Any) -> bool | None:
     Of splits with numbers, 0 is the one to be learned.
     """
     flag = _FLAGS.fullmatch(column.lower().replace(" ", "_").replace("-", "_"))
+    if flag is None and isinstance(value, list | tuple) and value:  # several splits of a row
+        said = {is_held_out(column, one) for one in value}
+        return said.pop() if len(said) == 1 else False
     if flag is None:
         is_number = column.lower() in _NUMBERED and str(value) in ("0", "1", "2", "3")
         return str(value) != "0" if is_number else says_held_out(value) if isinstance(value, str) else None
@@ -112,10 +115,10 @@ _REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
 _QUALITY = ("bad", "unusable", "rejected", "garbage", "spam")
 _IF_SET = re.compile(
     r"(?:(?:is|was|to_be)_)?(?:rejected|deleted|discarded|removed|precanned|unusable|excluded?|skip(?:ped)?|ignored?"
-    r"|dropped|cancell?ed|corrupt(?:ed)?|broken|incorrect)|discard|is_(?:invalid|bad|wrong)"
+    r"|dropped|cancel{1,2}ed|corrupt(?:ed)?|broken|incorrect)|discard|is_(?:invalid|bad|wrong)"
 )
 _IF_NOT_SET = re.compile(
-    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include"
+    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include|is_safe"
 )
 _WEIGHTS = re.compile(r"(?:(?:sample|example|row|data|train|training|loss)_)?weight|loss(?:_scale|_mask)?")
 """Numbers that say how much a sample or turn counts for the loss: 0, and it is not learned."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -294,16 +295,27 @@ def _opened_config(config: str, asked: _Asked) -> Iterator[_Shown]:
 
 
 def _encoded(asked: _Asked) -> _Shown:
-    """Return the batches of a mix as the encoder of the options makes them."""
+    """Return the batches of a mix, or of the run of a state, as the encoder of the options makes them."""
+    from energon_bridge.core.loader.saved_run import read
+    from energon_bridge.tools.forecast.planned_run import microbatches_of_step, spec_of_state
+
     mixes = [name for name in asked.source if is_mix((name,))]
+    files = [name for name in asked.source if name not in mixes]
     mix = asked.run["mix"] or (mixes[0] if len(mixes) == 1 else None)
-    if mix is None:
-        raise ConfigurationError("--encoder and --processor need data: give a dataset or mix, or states and --mix")
     encoder = load_encoder(asked.encoder) if asked.processor is None else encoder_of_model(asked.processor)
+    if files:
+        state, ranks = read_state(files, asked.run["world_size"])
+        names = ("split_part", "dataset_config", "split_config", "trust_remote_code")
+        given = {name: asked.run[name] for name in names}
+        spec = spec_of_state(read(state), world_size=ranks, mix=mix, task_encoder=encoder, **given)
+        size = asked.run["global_batch_size"]
+        per_step = partial(microbatches_of_step, spec, global_batch_size=size)
+        return _batches(files, spec, asked, " ".join(files), per_step=per_step)
+    if mix is None:
+        raise ConfigurationError("--encoder and --processor need data: give a dataset, a mix, or the states of a run")
     spec = open_mix(mix, asked.run, task_encoder=encoder, packing_buffer_size=asked.packing_buffer_size)
     group = spec.worker_config.microbatches_per_global_batch
-    files = [name for name in asked.source if name not in mixes]
-    return _batches(files, spec, asked, mix, per_step=lambda ranks: 1 if group is None else group // ranks)
+    return _batches([], spec, asked, mix, per_step=lambda ranks: 1 if group is None else group // ranks)
 
 
 def _samples(asked: _Asked) -> _Shown:

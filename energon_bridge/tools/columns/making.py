@@ -449,9 +449,11 @@ def _rows_of_shard(
             rows.append(dict(value) if isinstance(value, Mapping) else {name or "": value})
         except Exception as error:
             if missing is None:
+                typed = not raw and isinstance(error, AttributeError | KeyError | TypeError)
+                also = ", or take its parts as they are stored, with all fields of a JSON (--raw)" if typed else ""
                 raise SampleError(
                     f"{where}: no value for the column: {type(error).__name__}: {error}. Fix it, or give a value for "
-                    "such samples (--missing)."
+                    f"such samples (--missing){also}."
                 ) from error
             rows.append(None)
     names = list(dict.fromkeys(column for row in rows if row is not None for column in row))

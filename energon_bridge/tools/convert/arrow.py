@@ -32,8 +32,27 @@ from energon_bridge.tools.convert.conversations import (
     raw_bytes,
 )
 from energon_bridge.tools.convert.lists import propose_layout
-from energon_bridge.tools.convert.row_groups import FileStamp, Group, far_groups, groups_of, read_rows, table_of
-from energon_bridge.tools.convert.rows import LOOKED_AT, Content, Layout, MediaRoot, Row, first_rows, lay_out, located
+from energon_bridge.tools.convert.row_groups import (
+    FileStamp,
+    Group,
+    far_groups,
+    first_filled,
+    groups_of,
+    read_rows,
+    table_of,
+)
+from energon_bridge.tools.convert.rows import (
+    FEW,
+    LOOKED_AT,
+    Content,
+    Layout,
+    MediaRoot,
+    Row,
+    first_rows,
+    is_filled,
+    lay_out,
+    located,
+)
 from energon_bridge.tools.convert.splits import named_parts, part_order, split_files
 
 _JUDGED_BY = 20
@@ -183,11 +202,25 @@ class ArrowSource:
 
     @cached_property
     def _first(self) -> list[Mapping[str, Any]]:
+        return self._readable((*range(min(_JUDGED_BY, len(self))), *self.late))
+
+    def _readable(self, numbers: Iterable[int]) -> list[Mapping[str, Any]]:
         first = []
-        for number in range(min(_JUDGED_BY, len(self))):
+        for number in numbers:
             with suppress(SourceError):  # said when it is read
                 first.append(self._values(number))
         return first
+
+    @cached_property
+    def late(self) -> tuple[int, ...]:
+        """Return the first few rows that have something in each column which the first rows leave empty."""
+        first = self._readable(range(min(_JUDGED_BY, len(self))))
+        if not first:
+            return ()
+        seen = {name for values in first for name, value in values.items() if is_filled(value)}
+        columns = dict.fromkeys(name for group in self._groups for name in group.columns if name not in seen)
+        found = (first_filled(self._groups, column, FEW) for column in columns)
+        return tuple(sorted({number for numbers in found for number in numbers}))
 
     def _values(self, number: int) -> Mapping[str, Any]:
         """Return the values of a row; the first rows, which are looked at again and again, are read once."""
@@ -196,7 +229,7 @@ class ArrowSource:
             group, at, where = self._place(number)
             with located(where):
                 values = values_at(group, at)
-            if number < LOOKED_AT:
+            if len(self._seen) < 2 * LOOKED_AT:
                 self._seen[number] = values
         return values
 

@@ -24,7 +24,7 @@ import numpy as np
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.documents import UTF16, utf16_remedy
 from energon_bridge.core.format.media import BASE64, kind_by_name
-from energon_bridge.models.conversations.parts import medium_by_name, natural_order
+from energon_bridge.models.conversations.parts import is_drawn, is_of_answer, medium_by_name, natural_order
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
@@ -75,8 +75,10 @@ from energon_bridge.tools.convert.rows import (
     RowSample,
     TextRef,
     first_rows,
+    is_filled,
     is_media_column,
     is_media_path,
+    late_rows,
     lay_out,
     located,
     media_file,
@@ -109,18 +111,20 @@ class TableSource:
                 return conversation_row(entry, where, self._media)
             values = dict(entry)
             files = {}
-            named: list[str] = []
+            named = {}
             for column in media_columns(entry, self._columns):
                 value = values.pop(column, None)
                 if value is not None and value != "":
                     files[column] = as_files(value, self._media, column)
-                    named += names_of_files(value)
-            return Row(where=where, values=values, files=files, named=tuple(named))
+                    named[column] = names_of_files(value)
+            return Row(where=where, values=values, files=files, named=named)
 
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample to be read; raises SkipSample for one that is not preferred."""
         entry, where = self.entries.entry(number)
         with located(where):
+            if not layout.is_crude and isinstance(self.entries, LineEntries):
+                self._check_seen(entry, layout)
             kept, rejected = only_preferred(entry, layout)
             sample = lay_out(learnable(self._row(kept, where), layout, self._is_chat), layout, number)
             return replace(sample, num_rejected=rejected) if rejected else sample
@@ -136,11 +140,47 @@ class TableSource:
     @cached_property
     def _columns(self) -> tuple[str, ...]:
         """Return the columns with media, judging by the first entries."""
-        first: list[Mapping[str, Any]] = []
-        for number in range(min(LOOKED_AT, len(self))):
-            with suppress(SourceError):
-                first.append(self.entries.entry(number)[0])
-        return file_columns(first, self._media, self.where)
+        numbers = (*range(min(LOOKED_AT, len(self))), *self.late)
+        return file_columns([entry for _, entry in self._entries_at(numbers)], self._media, self.where)
+
+    @cached_property
+    def late(self) -> tuple[int, ...]:
+        """Return the first few entries that have something in each column which the first entries leave empty.
+
+        Of a JSONL file, which is not in memory, those among some that are spread over it.
+        """
+        if isinstance(self.entries, ListedEntries):
+            return late_rows(self._entries_at(range(len(self))))
+        spread = np.linspace(0, len(self) - 1, min(_SPREAD, len(self)), dtype=int).tolist()
+        return late_rows(self._entries_at(sorted({*range(min(LOOKED_AT, len(self))), *spread})))
+
+    def _check_seen(self, entry: Mapping[str, Any], layout: Layout) -> None:
+        """Raise SourceError for a column that no entry that was looked at has, if a sample would be made without it."""
+        for name in [name for name, value in entry.items() if name not in self._seen and is_filled(value)]:
+            known: tuple[str, ...] = (*CONVERSATIONS, *KNOWN_BESIDE)
+            known += (*CONTEXTS, *CHOICES) if "context" in layout.fields else ()
+            unknown = "context" in layout.fields and unknown_texts({name: entry[name]}, known)
+            if name not in layout.ignored and (name.lower() in known or unknown):
+                raise SourceError(
+                    f"`{name}` is {shown(entry[name])}, and empty in the lines that were looked at, so it would be "
+                    f"left out of a {layout.sample_type}. Convert all lines with --sample-type CrudeSample, or write "
+                    "those that have it into a list of their own."
+                )
+
+    @cached_property
+    def _seen(self) -> frozenset[str]:
+        numbers = (*range(min(LOOKED_AT, len(self))), *self.late)
+        looked_at = self._entries_at(numbers)
+        return frozenset(name for _, entry in looked_at for name, value in entry.items() if is_filled(value))
+
+    def _entries_at(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        for number in numbers:
+            with suppress(SourceError):  # said when it is converted
+                yield number, self.entries.entry(number)[0]
+
+
+_SPREAD = 1000
+"""Lines of a JSONL file that are looked at before it is converted, beside the first."""
 
 
 def _checked(entry: Any, where: str) -> tuple[Mapping[str, Any], str]:
@@ -644,7 +684,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     mapped = layout.columns
     known = (*KNOWN_BESIDE, *mapped, *layout.ignored)
     short: dict[str, list[str]] = {}
-    for row in rows:
+    for at, row in enumerate(rows):
         pair = find_pair(row.values)
         if any(name in row.values for name in CONVERSATIONS):
             if lost := [name for name in not_in_turns(row.values) if name not in known]:
@@ -661,7 +701,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
                 raise SourceError(_beside(unknown, row.values, asked, remedy))
             used = (*known, *(pair or ()), *columns_of(row.values))
         said = [str(row.values[name]) for name in pair or ()]
-        for name, value in row.values.items():
+        for name, value in row.values.items() if at < LOOKED_AT else ():
             text = None if name in used or is_metadata(name) else short_text(value)
             if text is not None and not any(text in one for one in said):
                 short.setdefault(name, []).append(text)
@@ -731,18 +771,30 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
 
     So it does for one that may be no part of the question: a mask, a map of depths, the picture of the solution.
     """
+    mapped = {access.partition("[")[0] for access in layout.fields.values()}
     for row in rows:
-        if not layout.is_crude or (find_pair(row.values) is None and not has_pairs(row.values)):
+        is_asked = "context" in layout.fields or find_pair(row.values) is not None or has_pairs(row.values)
+        told = [name for name in row.files if is_of_answer(name) and (layout.is_crude or name in mapped)]
+        if is_asked and (name := next((name for name in told if name not in layout.ignored), None)):
+            raise SourceError(
+                f"{row.where}: the file in `{name}` seems to belong to the answer, and the question would show it: "
+                f"leave it out (energon convert with --ignore {name}), or write it into a column image, video or audio."
+            )
+        if not layout.is_crude or not is_asked:
             continue
         kinds: dict[str | None, list[str]] = {}
         for name, of in row.files.items():
             first = of[0] if isinstance(of, tuple) and of else of
             if name not in layout.ignored and not isinstance(first, tuple):
+                is_image = medium_by_name(f"x.{first.extension}") == "image"
+                if is_image and re.fullmatch(r"(video|audio|sound)s?", name.lower()):
+                    raise SourceError(
+                        f"{row.where}: `{name}` is images, which would be shown as such: make one file of the frames "
+                        "of a video, or call the column images."
+                    )
                 kinds.setdefault(medium_by_name(f"{name}.{first.extension}"), []).append(name)
         for kind, names in kinds.items():
-            other = next(
-                (name for name in names if not _NOT_ASKED_ABOUT.isdisjoint(re.split(r"[\W_\d]+", name.lower()))), ""
-            )
+            other = next(filter(is_drawn, names), "")
             if kind is not None and other and len(names) > 1:
                 raise SourceError(
                     f"{row.where}: a question has {kind}s in the columns {', '.join(names)}, and would be shown all of "
@@ -756,16 +808,6 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
                     f"in the order of the names, {', '.join(ordered)}. Write one list `{kind}s` in the right order, or "
                     f"leave columns out (energon convert with --ignore {ordered[0]})."
                 )
-
-
-_NOT_ASKED_ABOUT = frozenset(
-    (
-        *("mask", "masks", "depth", "normals", "edges", "canny", "seg", "segmentation", "heatmap", "saliency"),
-        *("overlay", "annotated", "annotation", "label", "gt", "target", "output", "result", "edited", "negative"),
-        *("answer", "solution", "explanation", "rationale", "thumbnail", "thumb", "preview", "rejected"),
-    )
-)
-"""Words of columns of media that may be the answer to a question, or drawn from its image."""
 
 
 def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, str] | None, remedy: str) -> str:
@@ -800,7 +842,7 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
             taken = (
                 *CONVERSATIONS,
                 *SEVERAL,
-                *KNOWN_BESIDE,
+                *(KNOWN_BESIDE - {"label", "objects"}),
                 *row.files,
                 *(pair or ()),
                 *(name for name in row.values if row.files and segment_meaning(name) is not None),

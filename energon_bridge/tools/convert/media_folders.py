@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from energon_bridge.core.errors import SourceError
@@ -40,6 +41,16 @@ from energon_bridge.tools.convert.rows import (
     located,
 )
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, names_class, says_held_out
+
+_KINDS = (
+    *("image", "img", "jpegimage", "jpgimage", "pngimage", "annotation", "label", "trimap", "groundtruth"),
+    *("segmentation", "segmentationclass", "segmentationobject", "segmentationmask", "depthmap", "masks", "thumbnail"),
+)
+_TWINS = (
+    *("mask", "depth", "rgb", "ir", "nir", "edge", "gt", "input", "output", "target"),
+    *("hr", "lr", "noisy", "hazy", "blur"),
+)
+"""Names of folders of kinds of files, and of what may be classes, too."""
 
 
 class FolderSource:
@@ -82,6 +93,12 @@ class FolderSource:
         names = sorted({folder for folder in of_files.values() if folder is not None})
         if as_classes is None:
             as_classes = not has_texts and len(names) > 1
+            if as_classes and (kinds := self._kinds_of_files(names, of_files)):
+                raise SourceError(
+                    f"{self._root}: {' and '.join(kinds)} seem to be no classes, but kinds of files, as are images "
+                    "and masks. Convert the folder of the images by itself; --kind classes takes the names for "
+                    "classes, --kind pairs all files without classes."
+                )
         stray = [name for name, folder in of_files.items() if folder is None]
         if as_classes and stray:
             raise SourceError(
@@ -90,6 +107,24 @@ class FolderSource:
                 "of one, or away; --kind pairs takes all files without classes."
             )
         return {name: number for number, name in enumerate(names)} if as_classes else {}
+
+    def _kinds_of_files(self, names: Sequence[str], of_files: Mapping[str, str | None]) -> list[str]:
+        """Return the folders whose names say that they have images or what was drawn from them.
+
+        A name that may be a class as well (`mask`) says so only where its files are called as those of another folder.
+        """
+        stems: dict[str, set[str]] = {name: set() for name in names}
+        for name, folder in of_files.items():
+            if folder is not None:
+                stems[folder].add(PurePath(stem_of(name)).name)
+        kinds: list[str] = []
+        for name in names:
+            word = re.sub(r"[\W_]+", "", name.lower())
+            others = (stems[other] for other in names if other != name)
+            is_twin = any(2 * len(stems[name] & other) > len(stems[name]) for other in others)
+            if {word, word.removesuffix("s")} & {*_KINDS, *(_TWINS if is_twin else ())}:
+                kinds.append(name)
+        return kinds
 
     def __len__(self) -> int:
         return len(self._media)

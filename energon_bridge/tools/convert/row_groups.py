@@ -19,11 +19,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from energon_bridge.core.errors import ConfigurationError, SourceError
 from energon_bridge.core.storage import ByteRange, Store, as_far, open_store
 from energon_bridge.core.storage.ranges import RangeReader
 from energon_bridge.tools.convert.record_batches import BATCH, SCHEMA, ArrowFile, messages_of, open_arrow
-from energon_bridge.tools.convert.table_values import ValueReader, features_of, readers_of
+from energon_bridge.tools.convert.table_values import ValueReader, features_of, has_values, readers_of
 
 FileStamp = tuple[int, int]
 """Size and modification time of a file (of a remote one, its version): cached data is valid for this stamp only."""
@@ -261,6 +263,55 @@ def read_row_groups(groups: Sequence[Group], columns: tuple[str, ...]) -> Any:
 
 TAIL_BYTES = 64 << 10  # at the end of a parquet file that nearly always hold its metadata
 _TAILS = 128  # read at once
+
+
+# Columns that the first rows leave empty ------------------------------------------------------------------------------
+
+
+def first_filled(groups: Sequence[Group], column: str, count: int) -> list[int]:
+    """Return the numbers of the first few rows that have something in a column, all of one chunk of it.
+
+    Row groups whose footer says that theirs is empty are not read, and of files behind URLs only some are looked at.
+    """
+    starts = np.cumsum([0, *(group.num_rows for group in groups)])
+    places = [at for at, group in enumerate(groups) if group.num_rows and column in group.columns]
+    if places and "://" in groups[places[0]].path:
+        places = [places[at] for at in some_of(len(places), is_arrow=bool(groups[places[0]].span[1]))]
+    for at in places:
+        if _is_empty_by_footer(groups[at], column):
+            continue
+        first = int(starts[at])
+        for chunk in chunks_of(groups[at], column):
+            if len(filled := np.flatnonzero(has_values(chunk))):
+                return [first + int(row) for row in filled[:count]]
+            first += len(chunk)
+    return []
+
+
+def some_of(count: int, *, is_arrow: bool) -> list[int]:
+    """Return which of some row groups behind a URL are looked at."""
+    return sorted({*np.linspace(0, count - 1, 2 if is_arrow else _FAR_GROUPS, dtype=int).tolist()})
+
+
+_FAR_GROUPS = 16
+
+
+def _is_empty_by_footer(group: Group, column: str) -> bool:
+    """Return whether the footer of a parquet file says that a row group has nothing in a column but nulls and ""."""
+    if group.group < 0 or group.span[1]:
+        return False
+    metadata = group.metadata if group.metadata is not None else parquet_file(group.path, group.stamp).metadata
+    row_group = metadata.row_group(group.group)
+    chunks = [row_group.column(place) for place in range(row_group.num_columns)]
+    chunks = [one for one in chunks if one.path_in_schema == column or one.path_in_schema.startswith(f"{column}.")]
+    return bool(chunks) and all(
+        (known := one.statistics) is not None
+        and (
+            (known.has_null_count and known.null_count == one.num_values)
+            or (known.has_min_max and known.max in ("", b""))
+        )
+        for one in chunks
+    )
 
 
 # Files behind URLs ----------------------------------------------------------------------------------------------------

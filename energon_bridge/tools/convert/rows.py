@@ -39,7 +39,13 @@ from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, kind
 from energon_bridge.core.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name, sample_type_names
 from energon_bridge.core.storage import Store
 from energon_bridge.models.conversations.parts import medium_by_name
-from energon_bridge.models.conversations.questions import AnswersAs, said_by_annotators, template_columns, with_texts
+from energon_bridge.models.conversations.questions import (
+    AnswersAs,
+    said_by_annotators,
+    template_columns,
+    texts_of,
+    with_texts,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +215,14 @@ MediaRoot = Path | Store
 class Row:
     """One row of a source: plain values and files by column. `where` is its place, for errors; no key: its number.
 
-    `named` are the files as the row names them, by which people find the source of a sample.
+    `named` are the files of each column as the row names them, by which people find the source of a sample.
     """
 
     where: str
     values: dict[str, Any]
     files: dict[str, Content | tuple[Content, ...]]
     key: str | None = None
-    named: tuple[str, ...] = ()
+    named: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +390,8 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
             continue
         value = _value_at(row, layout, name, access)
         declared = _declared(layout.sample_type)[name][1]
-        fitted = _fitted(value, declared)
+        listed = texts_of(value) if column.lower() == "answers" and isinstance(value, str) else None  # of a CSV
+        fitted = _fitted(listed or value, declared)
         if fitted == [] and value:
             raise SkipSample(f"{row.where}: all in `{access}` were rejected by annotators")
         if not _fits(fitted, declared):
@@ -401,8 +408,9 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
                 raise SourceError(f"{row.where}: `{access}` is {value!r}, which does not fit the field `{name}`.")
             values = {**values, column: fitted}
         fields[name] = f"json[{column}]{bracket}{steps}"
-    if row.named and "files" not in values:
-        values = {**values, "files": row.named}
+    own = [name for column, of_column in row.named.items() if column not in layout.ignored for name in of_column]
+    if own and "files" not in values:
+        values = {**values, "files": own}
     if values:
         data = json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=_not_plain(row))
         try:
@@ -621,13 +629,36 @@ def _is_path(value: Any) -> bool:
 
 LOOKED_AT = 100
 """Rows at the start of a source that are looked at before anything is written."""
+FEW = 8
+"""Rows with a column that the first rows leave empty, which are looked at, too."""
+
+
+def is_filled(value: Any) -> bool:
+    """Return whether a value is something: no null, NaN, empty text, list or object."""
+    return value is not None and value == value and not (hasattr(value, "__len__") and not len(value))
+
+
+def late_rows(entries: Iterable[tuple[int, Mapping[str, Any]]], first: int = LOOKED_AT) -> tuple[int, ...]:
+    """Return the numbers of the first few entries that have something in each column which the first leave empty."""
+    seen: set[str] = set()
+    late: dict[str, list[int]] = {}
+    for number, entry in entries:
+        for name in [name for name, value in entry.items() if name not in seen and is_filled(value)]:
+            if number < first:
+                seen.add(name)
+            elif len(late.setdefault(name, [])) < FEW:
+                late[name].append(number)
+    return tuple(sorted({number for numbers in late.values() for number in numbers}))
 
 
 def first_rows(source: Source, count: int = LOOKED_AT) -> list[Row]:
-    """Return the first rows that can be read; raises SourceError if none can."""
+    """Return the first rows that can be read, and a few of those with columns that these leave empty (`late`).
+
+    Raises SourceError if none can.
+    """
     rows: list[Row] = []
     failed: SourceError | None = None
-    for number in range(min(count, len(source))):
+    for number in dict.fromkeys((*range(min(count, len(source))), *getattr(source, "late", ()))):
         try:
             rows.append(source.row(number))
         except SourceError as error:

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -248,6 +249,12 @@ class ListsSource:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    @cached_property
+    def late(self) -> tuple[int, ...]:
+        """Return the rows with columns that the first rows of their list leave empty."""
+        lists = zip(self._starts, self._sources, strict=False)
+        return tuple(start + number for start, source in lists for number in getattr(source, "late", ()))
 
     def _find(self, number: int) -> tuple[int, int]:
         which = bisect_right(self._starts, number) - 1

@@ -29,7 +29,7 @@ from energon_bridge.models.av.media_file import import_av
 from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import BESIDE_PAIRS, CONVERSATIONS, PAIRS, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
-from energon_bridge.tools.convert.rows import FileRef, Layout, Row, Source, located, media_file
+from energon_bridge.tools.convert.rows import FileRef, Layout, Row, Source, located, media_file, shown
 
 PROMPT = "Transcribe the speech."
 """The question about each sound, if none is given."""
@@ -134,14 +134,19 @@ class SpeechSource(TableSource):
             sound = self._sound(entry)
             values = {name: value for name, value in entry.items() if name not in _TAKEN}
             if any(name in entry for name in CONVERSATIONS) or find_pair(entry) is not None:
-                return Row(where=where, values=values, files={"audios": (sound,)}, named=(entry[_FILE],))
+                return Row(where=where, values=values, files={"audios": (sound,)}, named={_FILE: [entry[_FILE]]})
             text = entry.get("text")
             if not isinstance(text, str):
                 raise SourceError(f"`text` is {str(text)[:60]!r}, expected what is said in the sound.")
+            if self.prompt == PROMPT and _is_translated(entry):
+                raise SourceError(
+                    f"the text is a translation ({shown(text)}), and the question {PROMPT!r}: give another, such as "
+                    "--prompt 'Translate the speech into German.', for a list of one language."
+                )
             asked = [{"type": "audio"}, {"type": "text", "text": self.prompt}]
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
             values["messages"] = turns
-            return Row(where=where, values=values, files={"audios": (sound,)}, named=(entry[_FILE],))
+            return Row(where=where, values=values, files={"audios": (sound,)}, named={_FILE: [entry[_FILE]]})
 
     def _sound(self, entry: Mapping[str, Any]) -> SoundPart:
         path = entry.get(_FILE)
@@ -164,6 +169,13 @@ class SpeechSource(TableSource):
     def propose(self) -> Layout:
         """Return crude samples, which are conversations."""
         return Layout(sample_type="CrudeSample", bare=frozenset(["audios"]))
+
+
+def _is_translated(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry of a manifest says that its text is in another language than its sound (Canary)."""
+    source, target = (entry.get(f"{name}_lang") for name in ("source", "target"))
+    task = " ".join(str(entry.get(name, "")) for name in ("taskname", "task"))
+    return bool(source and target and source != target) or "translat" in task.lower()
 
 
 _NO_PATH = re.compile(r"\|\s*$|^\||^-$|:\d+$")

@@ -78,6 +78,7 @@ from energon_bridge.tools.convert.row_groups import (
     read_rows,
     release_tables,
     sizes_of,
+    some_of,
 )
 from energon_bridge.tools.convert.rows import Layout, MediaRoot, check_layout, first_rows, lay_out, located
 from energon_bridge.tools.convert.table_values import ValueReader, numbers_or_texts
@@ -295,8 +296,7 @@ def _seen_values(files: Sequence[Sequence[Group]], column: str) -> dict[Any, Any
     """
     groups = [group for of_file in files for group in of_file if group.num_rows]
     if _is_far(groups[0].path):
-        most = 2 if groups[0].span[1] else _FAR_GROUPS
-        groups = [groups[at] for at in sorted({*np.linspace(0, len(groups) - 1, most, dtype=int).tolist()})]
+        groups = [groups[at] for at in some_of(len(groups), is_arrow=bool(groups[0].span[1]))]
     names = dict(groups[0].labels).get(column, ())
     seen: dict[Any, Any] = {}
     for some in _read_together(groups):
@@ -316,7 +316,6 @@ def _seen_values(files: Sequence[Sequence[Group]], column: str) -> dict[Any, Any
     return seen
 
 
-_FAR_GROUPS = 16
 _LONGEST_NAME = 60
 _MOST_NAMES = 10_000
 _NAMES = ("bool", "int", "uint", "float", "double", "string", "large_string")

@@ -220,6 +220,26 @@ def numbers_or_texts(chunks: Sequence[Any], where: str) -> np.ndarray:
     return np.ma.masked_array(values, mask) if mask.any() else values
 
 
+def has_values(chunk: Any) -> np.ndarray:
+    """Return which rows of a column have something: no null, no empty text or list, no NaN. Shape (rows,), bool."""
+    import pyarrow
+    from pyarrow import compute
+
+    types = pyarrow.types
+    chunk = _decoded(chunk)
+    kind = chunk.type
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        chunk = chunk.cast(pyarrow.large_binary())
+    valid = chunk.is_valid()
+    if is_text(kind) or types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
+        valid = compute.and_(valid, compute.greater(compute.binary_length(chunk), 0))
+    elif types.is_list(kind) or types.is_large_list(kind):
+        valid = compute.and_(valid, compute.greater(compute.list_value_length(chunk), 0))
+    elif types.is_floating(kind):
+        valid = compute.and_(valid, compute.invert(compute.is_nan(chunk)))
+    return np.asarray(valid.fill_null(False).to_numpy(zero_copy_only=False), bool)
+
+
 def _decoded(chunk: Any) -> Any:
     """Return an array without dictionaries, runs and extensions."""
     import pyarrow

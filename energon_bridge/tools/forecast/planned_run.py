@@ -14,14 +14,15 @@ from fractions import Fraction
 from typing import Any
 
 from energon_bridge.core.datasets import get_train_dataset, get_val_dataset
-from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder
+from energon_bridge.core.encoder.decoder import SampleDecoder
+from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder, TaskEncoder
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.jsonl import is_jsonl
 from energon_bridge.core.loader.bans import banned_of
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.fits import check_fits
-from energon_bridge.core.loader.run_plan import RunPlan, plan_run
-from energon_bridge.core.loader.saved_run import State, read
+from energon_bridge.core.loader.run_plan import ORDER_SETTINGS, RunPlan, plan_run
+from energon_bridge.core.loader.saved_run import SavedRun, State, read
 from energon_bridge.core.mix import BlendNode, Concat, DatasetOpener, LeafRef, Mix, MixLike, TreeNode, WeightSchedule
 from energon_bridge.core.mix.flatten import flatten
 from energon_bridge.core.mix.leaves import OpenLeaf
@@ -33,7 +34,10 @@ from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.columns.amounts import counting
 from energon_bridge.tools.columns.expression import kept_samples
 
-_STREAM = ("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last")
+_STREAM = (
+    *("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last"),
+    *("packing_buffer_size", "max_tokens_per_microbatch"),
+)
 _JOIN = "join of "
 _GIVE_MIX = "give the mix that the run was started with (--mix)"
 
@@ -110,58 +114,117 @@ def run_of_state(
     """
     saved = read(state)
     settings = saved.settings
-    kind = saved.kind
     lanes = saved.lanes
-    if "buckets" in settings:
-        raise _of_buckets()
     held = sum(len(lane.held.rows) for lane in lanes.values())
-    if "packing_buffer_size" in settings or "grouped" in settings or held:
+    if any(name in settings for name in ("packing_buffer_size", "grouped", "max_tokens_per_microbatch")) or held:
         raise ConfigurationError(
             "cannot name the samples of a step without reading data: the task encoder packs, groups or yields "
             "several batches, so the content of samples decides which share a microbatch"
             + ". `energon preview` with --config or --encoder lets the run deliver it"
             + (f" (drawn and not delivered yet: {held} rows)" if held else "")
         )
-    num_lanes = saved.num_lanes if kind == "train" else None
-    config = WorkerConfig(rank=0, world_size=world_size, num_workers=0, seed=settings["seed"], num_lanes=num_lanes)
-    rows = [row for row in saved.leaves if not row["parked"]]
-    names: dict[str, Any] = {"dataset_config": dataset_config, "split_config": split_config}
-    names["trust_remote_code"] = trust_remote_code
-    stream = {name: settings[name] for name in _STREAM if name in settings}
-    if mix is None:
-        combined = _mix(kind, settings, rows)  # first: paths of joins are no folders
-        spec = DatasetSpec(
-            leaves=_leaves_of_state(settings, rows, **names),
-            mix=combined,
-            settings=RunSettings(kind=kind, task_encoder=DefaultTaskEncoder(), **stream),
-            worker_config=config,
-        )
-    else:
-        parts = {row["split_part"] for row in rows}
-        names["split_part"] = split_part or (parts.pop() if len(parts) == 1 else "train")
-        if kind == "finite":
-            spec = get_val_dataset(mix, worker_config=config, **stream, **names)
-        else:
-            spec = get_train_dataset(mix, worker_config=config, repeat=kind == "train", **stream, **names)
-            spec = _shuffled_as_before(spec, settings)
-    blocks = {row["identity"]: row["block"] for row in rows}
-    plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
-    check_fits(saved, spec.kind, plan.settings, plan.table)
+    spec = spec_of_state(
+        saved,
+        world_size=world_size,
+        mix=mix,
+        split_part=split_part,
+        dataset_config=dataset_config,
+        split_config=split_config,
+        trust_remote_code=trust_remote_code,
+    )
+    blocks = {row["identity"]: row["block"] for row in saved.leaves if not row["parked"]}
+    plan = plan_run(spec, spec.worker_config, saved.num_lanes if spec.kind == "train" else None, saved.changes, blocks)
+    # What samples become, as pixels or texts, is the same however little this knows of the run's task encoder.
+    content = {name: value for name, value in settings.items() if name not in ORDER_SETTINGS}
+    check_fits(saved, spec.kind, content | plan.settings, plan.table)
     plan = plan.with_banned(banned_of(saved, saved.bans, spec.leaves))
-    if kind == "train":
+    if spec.kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
         # Retired leaves are at the end, and nothing is drawn from them.
         count = len(plan.leaves)
         lanes = {lane: replace(s, leaf_draws=s.leaf_draws[:count], sums=s.sums[:count]) for lane, s in lanes.items()}
-    per_step = 1
-    if kind == "train" and global_batch_size is not None:
-        per_step, rest = divmod(global_batch_size, spec.rows * world_size)
-        if rest or not per_step:
-            raise ConfigurationError(
-                f"--global-batch-size {global_batch_size} is not a multiple of {spec.rows * world_size}, the samples "
-                f"that {world_size} ranks with microbatches of {spec.rows} deliver at once"
-            )
+    per_step = microbatches_of_step(spec, world_size, global_batch_size)
     return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step)
+
+
+def spec_of_state(
+    saved: SavedRun,
+    *,
+    world_size: int,
+    mix: MixLike | None = None,
+    split_part: str | None = None,
+    task_encoder: TaskEncoder[Any, Any, Any, Any] | None = None,
+    **names: Any,
+) -> DatasetSpec:
+    """Return what the run of a state reads, at the paths in it, with the state's settings.
+
+    Args:
+        saved: The state.
+        world_size, mix, split_part: As of `run_of_state`; `names` are its other arguments.
+        task_encoder: Default: one that decodes images as the state says.
+
+    Raises:
+        DatasetError: A dataset cannot be opened.
+        ConfigurationError: The mix has to be given.
+    """
+    settings = saved.settings
+    if "buckets" in settings:
+        raise _of_buckets()
+    if "dp_size" in settings:
+        raise ConfigurationError(
+            "this is the state of a validation pass of a program written for megatron-energon, whose order depends on "
+            "its workers: only that program can continue it. Give a state of its training data"
+        )
+    kind = saved.kind
+    num_lanes = saved.num_lanes if kind == "train" else None
+    config = WorkerConfig(rank=0, world_size=world_size, num_workers=0, seed=settings["seed"], num_lanes=num_lanes)
+    rows = [row for row in saved.leaves if not row["parked"]]
+    stream = {name: settings[name] for name in _STREAM if name in settings}
+    encoder = _Decoding(settings) if task_encoder is None else task_encoder
+    if mix is None:
+        combined = _mix(kind, settings, rows)  # first: paths of joins are no folders
+        return DatasetSpec(
+            leaves=_leaves_of_state(settings, rows, **names),
+            mix=combined,
+            settings=RunSettings(kind=kind, task_encoder=encoder, **stream),
+            worker_config=config,
+        )
+    parts = {row["split_part"] for row in rows}
+    names["split_part"] = split_part or (parts.pop() if len(parts) == 1 else "train")
+    of_all = {"worker_config": config, "task_encoder": encoder, **stream, **names}
+    if kind == "finite":
+        return get_val_dataset(mix, **of_all)
+    return _shuffled_as_before(get_train_dataset(mix, repeat=kind == "train", **of_all), settings)
+
+
+class _Decoding(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Turns images if the settings of a state say so; of transparency they say nothing: it becomes white."""
+
+    def __init__(self, settings: State) -> None:
+        super().__init__()
+        turned = settings.get("autorotate", False) or settings.get("image_backend") == "torchcodec"
+        self.decoder = SampleDecoder(autorotate=bool(turned))
+
+    @property
+    def image_alpha(self) -> str:
+        return "white"
+
+
+def microbatches_of_step(spec: DatasetSpec, world_size: int, global_batch_size: int | None) -> int:
+    """Return the microbatches of a rank in a step of the optimizer; without a size, or in passes, it is one.
+
+    Raises:
+        ConfigurationError: The ranks cannot deliver so many samples together.
+    """
+    if spec.kind != "train" or global_batch_size is None:
+        return 1
+    per_step, rest = divmod(global_batch_size, spec.rows * world_size)
+    if rest or not per_step:
+        raise ConfigurationError(
+            f"--global-batch-size {global_batch_size} is not a multiple of {spec.rows * world_size}, the samples "
+            f"that {world_size} ranks with microbatches of {spec.rows} deliver at once"
+        )
+    return per_step
 
 
 def _of_buckets() -> ConfigurationError:

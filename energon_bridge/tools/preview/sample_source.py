@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.hooks import Hook
-from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder
+from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder, decoder_of
 from energon_bridge.core.errors import ConfigurationError, EnergonError
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.loader.bans import look_up
@@ -40,16 +40,28 @@ _AT_A_TIME = 64
 """Number of samples loaded together."""
 
 
+_WHEN_SHOWN = SampleDecoder(image_decode="pilrgb", defer_images=True, image_target=320)
+"""Decodes images when they are shown, at a fraction of their size if possible."""
+
+
 class _AsTheyAre(DefaultTaskEncoder[Any, Any, Any, Any]):
-    """Leaves samples as they are; images are decoded when they are shown, at a fraction of their size if possible."""
+    """Leaves samples as they are; images lie, and are transparent, as the task encoder of the run sees them.
 
-    decoder = SampleDecoder(image_decode="pilrgb", defer_images=True, image_target=320).with_alpha("white")
+    Args:
+        encoder: That of the run; with the default one, which says nothing, images are on white, as viewers show them.
+        coded: Decode as training does, for datasets with their own code, which may rely on it.
+    """
 
+    def __init__(self, encoder: Any, *, coded: bool) -> None:
+        super().__init__()
+        self.decoder = SampleDecoder() if coded else _WHEN_SHOWN
+        self.autorotate = bool(getattr(decoder_of(encoder), "turns_images", False))
+        said = "keep" if type(encoder) is DefaultTaskEncoder else getattr(encoder, "image_alpha", "drop")
+        self._alpha = "white" if said == "keep" else said  # kept for a processor, which has a rule of its own
 
-class _ForCode(DefaultTaskEncoder[Any, Any, Any, Any]):
-    """Decodes as training does, for datasets with their own code, which may rely on it."""
-
-    decoder = SampleDecoder()
+    @property
+    def image_alpha(self) -> str:
+        return self._alpha
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +85,13 @@ class SampleSource:
     """Loads samples of a mix by their restore keys.
 
     Args:
-        spec: The mix; its task encoder is not used.
+        spec: The mix; of its task encoder, only how it decodes images is used.
         plan: The plan of the run whose samples are shown; default: that of a run of one rank.
     """
 
     def __init__(self, spec: DatasetSpec, plan: RunPlan | None = None) -> None:
         coded = any(has_code(leaf.dataset) for leaf in spec.leaves)
-        encoder = _ForCode() if coded else _AsTheyAre()
+        encoder = _AsTheyAre(spec.settings.task_encoder, coded=coded)
         self._spec = spec.with_settings(task_encoder=encoder, batch_size=None, packing_buffer_size=None)
         config = replace(spec.worker_config, num_workers=0, data_parallel_group=None)
         self._plan = replace(plan, data=self._spec, config=config) if plan else plan_run(self._spec, config)

@@ -14,7 +14,7 @@ from torch import Tensor
 from energon_bridge.core.errors import optional_packages
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.tools.report.page import write_report
-from energon_bridge.tools.report.recorder import RankSummary, RunRecorder, gathered, spec_of, summary
+from energon_bridge.tools.report.recorder import Curve, RankSummary, RunRecorder, gathered, spec_of, summary
 from energon_bridge.trainers.lightning import training_loader
 
 with optional_packages():
@@ -32,6 +32,9 @@ class RunReport(Callback):
         title: Of the page.
         losses: Returns the loss of each step, for modules whose `training_step` returns something else than the loss to
             be shown. Default: the mean of what `training_step` returns for the microbatches of a step.
+        validations: The same of validations. Default: those that the callback, or its state, has seen.
+        stopped: Returns whether the process was asked to stop and has to end soon: the report then has no pages of
+            samples, which are read from the data. Default: whether Lightning has received SIGTERM.
     """
 
     def __init__(
@@ -40,10 +43,14 @@ class RunReport(Callback):
         *,
         title: str = "Training run",
         losses: Callable[[], Mapping[int, float]] | None = None,
+        validations: Callable[[], Mapping[int, float]] | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> None:
         self.path = None if path is None else Path(path)
         self.title = title
         self.losses = losses
+        self.validations = validations
+        self.stopped = stopped
         self._recorder = RunRecorder()
         self._step = -1
         self._parts: list[Tensor] = []
@@ -121,8 +128,13 @@ class RunReport(Callback):
             return
         if self.losses is not None:
             self._recorder.set_losses(self.losses())
+        if self.validations is not None:
+            self._recorder.validation = Curve.of(self.validations())
         path = self.path or Path(trainer.default_root_dir) / "report.html"
-        write_report(path, ranks, self._recorder, title=self.title, facts=facts, spec=self._spec)
+        hurries = trainer.received_sigterm if self.stopped is None else self.stopped()
+        facts = {"ended by": "SIGTERM"} | facts if hurries else facts
+        spec = None if hurries else self._spec
+        write_report(path, ranks, self._recorder, title=self.title, facts=facts, spec=spec)
 
 
 def _validation_loss(trainer: Trainer, module: LightningModule) -> float | None:

@@ -189,15 +189,15 @@ def _balance(ranks: Sequence[RankSummary], recorder: RunRecorder) -> list[PageBl
 
 
 def _left_out(ranks: Sequence[RankSummary]) -> list[PageBlock]:
-    reasons: dict[tuple[str, str], int] = {}
+    times: Counter[tuple[str, str]] = Counter()
+    different: Counter[tuple[str, str]] = Counter()
     for rank in ranks:
         for dataset, hook, error, number in rank.failures:
-            reason = (dataset, f"{hook}: {error} (different samples, since this process began)")
-            reasons[reason] = reasons.get(reason, 0) + number
+            different[dataset, f"failed in {hook}: {error}"] += number
         for row in rank.datasets:
             counts = row.counts
             of_counters = {
-                "failed, all passes together": counts["errors"],
+                "failed": counts["errors"],
                 "skipped by a hook (SkipSample)": counts["skipped"] - counts["dropped"],
                 "too long: dropped": counts["dropped"],
                 "too long: truncated": counts["truncated"],
@@ -206,11 +206,13 @@ def _left_out(ranks: Sequence[RankSummary]) -> list[PageBlock]:
             }
             for text, number in of_counters.items():
                 if number:
-                    reasons[row.path, text] = reasons.get((row.path, text), 0) + number
+                    times[row.path, text] += number
+    reasons = sorted(times.keys() | different.keys())
     if not reasons:
         return ["Nothing."]
-    lines = [(dataset, text, f"{n:,}") for (dataset, text), n in sorted(reasons.items())]
-    return [_table(("dataset", "reason", "samples"), lines, right=(2,))]
+    lines = [(*reason, *(f"{of[reason]:,}" if of[reason] else "–" for of in (times, different))) for reason in reasons]
+    said = "Times: in all epochs. Different samples: since this process began." if different else ""
+    return [_table(("dataset", "reason", "times", "different samples"), lines, right=(2, 3)), *filter(None, [said])]
 
 
 def _loading(ranks: Sequence[RankSummary]) -> list[PageBlock]:
@@ -241,13 +243,15 @@ def _highest(ranks: Sequence[RankSummary], folder: Path, spec: DatasetSpec | Non
     highest = sorted(_unique(entry for rank in ranks for entry in rank.highest), key=itemgetter(1), reverse=True)
     if not highest:
         return []
+    highest, again = _once(highest)
     pages, said = _pages_of(highest, folder, spec)
     folder_url = quote(folder.name)
     lines = []
-    for (above, loss, step, _, keys, rank, samples), numbers in zip(highest, pages, strict=True):
+    for entry, steps, numbers in zip(highest, again, pages, strict=True):
+        above, loss, _, _, keys, rank, samples = entry
         links = [(f"page {number + 1}", f"{folder_url}/index.html#/sample/{number}") for number in numbers]
         cell = {"keys": keys or [f"sample {one[1]}" for one in samples], "links": links}
-        lines.append((f"{loss:.4f}", f"{step:,}", str(rank), f"{above:+.4f}", cell))
+        lines.append((f"{loss:.4f}", ", ".join(f"{step:,}" for step in steps), str(rank), f"{above:+.4f}", cell))
     table = _table(("loss", "step", "rank", "above usual", "samples"), lines, right=(0, 1, 2, 3))
     return [
         table,
@@ -255,6 +259,19 @@ def _highest(ranks: Sequence[RankSummary], folder: Path, spec: DatasetSpec | Non
         "Pages of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a sample: energon preview "
         "DATASET --key KEY --html look.",
     ]
+
+
+def _once(highest: Sequence[HighLoss]) -> tuple[list[HighLoss], list[list[int]]]:
+    """Return the first entry of each microbatch, which comes again with the same samples in later epochs; its steps."""
+    first: list[HighLoss] = []
+    steps: dict[object, list[int]] = {}
+    for entry in highest:
+        _, _, step, number, _, rank, samples = entry
+        seen = steps.setdefault(tuple(sorted(one[:2] for one in samples)) or (step, number, rank), [])
+        if not seen:
+            first.append(entry)
+        seen.append(step)
+    return first, list(steps.values())
 
 
 def _pages_of(highest: Sequence[HighLoss], folder: Path, spec: DatasetSpec | None) -> tuple[list[list[int]], str]:

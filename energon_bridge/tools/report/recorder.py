@@ -24,8 +24,9 @@ from torch import Tensor
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.core.loader.saved_run import State, read
-from energon_bridge.core.stream.state import COUNTERS, SampleKey, read_key
+from energon_bridge.core.stream.state import COUNTERS, BatchKey, SampleKey, read_key
 
 MOST_POINTS = 1000
 """Points of a curve; beyond them, neighbours become one."""
@@ -149,6 +150,7 @@ class RunRecorder:
         self.highest: list[HighLoss] = []
         self._before: deque[float] = deque(maxlen=USUAL)
         self._microbatches = self._rank = 0
+        self._names: dict[str, str] = {}  # of the datasets of a mix, by identity
         self._of_other = (0.0, 0.0)  # seconds and waiting that a restored state of another rank had
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_batches: list[tuple[Tensor, int, int, list[str], Any]] = []
@@ -165,6 +167,11 @@ class RunRecorder:
         if rank != self._rank:  # a state was of another rank, perhaps of one of fewer
             self._of_other = (self.seconds, self.waited)
         self._rank = rank
+        spec = spec_of(loader)
+        if spec is not None and len(spec.leaves) > 1:
+            datasets = [leaf.dataset for leaf in spec.leaves]
+            named = dataset_names([one.path for one in datasets], [one.split_part for one in datasets])
+            self._names = {leaf.identity: name for leaf, name in zip(spec.leaves, named, strict=True)}
 
     def microbatch(self, loader: EnergonDataloader | None, batch: Any, step: int, loss: Tensor | None = None) -> None:
         """Record the microbatch that the loader has just delivered, for the optimizer step with this number.
@@ -182,7 +189,8 @@ class RunRecorder:
         self._microbatches += 1
         slowest = self.slowest
         if len(slowest) < MOST_SLOW or took > slowest[0][0]:
-            entry = (took, made is not None, step, self._microbatches, _keys(batch), self._rank)
+            keys = self._named(_keys(batch), _field(batch, "__restore_key__"))
+            entry = (took, made is not None, step, self._microbatches, keys, self._rank)
             (heapq.heappush if len(slowest) < MOST_SLOW else heapq.heapreplace)(slowest, entry)
 
     def step_losses(self, batches: Sequence[Any], step: int, losses: Sequence[Tensor]) -> None:
@@ -270,7 +278,23 @@ class RunRecorder:
                     self._before.append(value)
             highest = heapq.nlargest(MOST_SLOW, [*self.highest, *latest], key=itemgetter(slice(6)))
             # Only of these few is the key read.
-            self.highest = [(*one[:6], one[6] if isinstance(one[6], list) else _samples(one[6])) for one in highest]
+            self.highest = [
+                one if isinstance(one[6], list) else (*one[:4], self._named(one[4], one[6]), one[5], _samples(one[6]))
+                for one in highest
+            ]
+
+    def _named(self, keys: list[str], key: Any) -> list[str]:
+        """Return the keys of the rows of a batch, in a mix with the datasets that their samples are of."""
+        try:
+            named = read_key(key) if self._names else None
+        except LookupError:
+            named = None
+        if named is None:
+            return keys
+        rows = named.rows if isinstance(named, BatchKey) else (named,)
+        of_rows = (dict.fromkeys(self._names.get(sample[0], "") for sample in row.samples) for row in rows)
+        said = [f"{', '.join(filter(None, names))}: {one}" for names, one in zip(of_rows, keys, strict=False)]
+        return said + keys[len(said) :]
 
     def flush(self) -> None:
         """Read the losses that are still on the device."""

@@ -39,7 +39,7 @@ from energon_bridge.trainers.replica.exchange import Move, Peers, pack
 
 Cost = Callable[[Any], float]
 
-_FIGURES = ("step_before", "step", "round_before", "round", "moved")
+FIGURES = ("step_before", "step", "round_before", "round", "moved")
 _NOT_COUNTED = ("_seconds", "ready", "worker_restarts")
 """Metrics that only the inner loader can count."""
 _PER_DELIVERY = 2
@@ -111,7 +111,7 @@ class BalancedLoader:
         self._peers = Peers(group)
         self._global_batches = 0
         self._own_cost = 0.0
-        self._sums = [0.0] * len(_FIGURES)
+        self._sums = [0.0] * len(FIGURES)
         self._stream: Iterator[Any] | None = None
         self._ready: deque[Any] = deque()
         self._exchange: _Exchange | None = None
@@ -363,7 +363,7 @@ class BalancedLoader:
         counted = flat_metrics(self.counters())
         figures |= {name: value for name, value in counted.items() if not name.endswith(_NOT_COUNTED)}
         count = max(1, self._global_batches)
-        figures |= {f"balance_{name}": total / count for name, total in zip(_FIGURES, self._sums, strict=True)}
+        figures |= {f"balance_{name}": total / count for name, total in zip(FIGURES, self._sums, strict=True)}
         return figures | {"balance_cost": self._own_cost}
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:

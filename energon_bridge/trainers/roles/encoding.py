@@ -183,7 +183,8 @@ class LaneMedia(Batch):
     `visual_inputs`: what the model's encoder takes, in the order of rows and tokens. `num_tokens` and `rows`: of each
     medium, its tokens in the sequence and its row. `input_ids`: the tokens of the whole microbatch, int64 (B, S).
     `part_tokens`: by kind of medium, the tokens of each part that the media are cut into, this rank's and the others'.
-    `blanks`: what is said of media that are blank since they could not be decoded.
+    `blanks`: what is said of media that are blank since they could not be decoded. `cost`: that of the texts, where
+    they are balanced.
     """
 
     __on_host__ = frozenset({"input_ids"})
@@ -194,6 +195,7 @@ class LaneMedia(Batch):
     rows: list[int] = field(default_factory=list)
     part_tokens: dict[str, list[int]] = field(default_factory=dict)
     blanks: list[str] = field(default_factory=list)
+    cost: float = 0.0
     pixel_norm: Tensor | None = None
 
 
@@ -205,15 +207,23 @@ class MediaTaskEncoder(LanguageTaskEncoder):
         kinds: The kinds of media to make: `image`, `video`, `audio`.
         part: Which part of the media of a microbatch, of how many: cut in their order, with tokens as level as whole
             media allow.
+        cost: Of a microbatch of texts, where these are balanced.
 
     Raises:
         ConfigurationError: As `LanguageTaskEncoder`.
     """
 
-    def __init__(self, task_encoder: Any, kinds: frozenset[Kind], part: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self,
+        task_encoder: Any,
+        kinds: frozenset[Kind],
+        part: tuple[int, int] = (0, 1),
+        cost: Callable[[Any], float] | None = None,
+    ) -> None:
         super().__init__(task_encoder)
         self.kinds = kinds
         self.part = part
+        self.cost = cost
         self._threads = PerProcess(_threads)
         own = {name for kind, names in self._results.items() if kind in kinds for name in names}
         self._foreign = {name for names in self._results.values() for name in names} - own
@@ -271,6 +281,7 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             rows=[row for _, row in found],
             part_tokens=part_tokens,
             blanks=blanks,
+            cost=0.0 if self.cost is None else float(self.cost(text)),
             pixel_norm=self.chat._norm,
         )
 

@@ -59,8 +59,8 @@ def mimo_inputs(step: Mapping[str, Any], encoders: Mapping[str, MimoEncoder]) ->
         encoders: Where the media of each grid go, by its name.
 
     Raises:
-        ConfigurationError: The step has media of a grid that `encoders` does not name; or the process has both, and the
-            language ranks that it serves have unequal media.
+        ConfigurationError: The step has media of a grid that `encoders` does not name, or blank media; or the process
+            has both, and the microbatches that it serves, or the ranks that divide one, have unequal media.
     """
     if missing := sorted(step.keys() - encoders.keys() - {LANGUAGE}):
         raise ConfigurationError(f"mimo_inputs: say in encoders where the media of {', '.join(missing)} go")
@@ -72,20 +72,33 @@ def mimo_inputs(step: Mapping[str, Any], encoders: Mapping[str, MimoEncoder]) ->
         if name == LANGUAGE:
             inputs |= _language(batch)
             continue
-        if LANGUAGE in step and len(set(batch.num_tokens)) > 1:
-            counts = ", ".join(map(str, batch.num_tokens))
-            raise ConfigurationError(
-                f"mimo_inputs: this process has the language model and {name} side by side, and the microbatches that "
-                f"it serves have {counts} tokens of media. megatron-core cuts the features of such a process into "
-                "equal parts: make roles with as many ranks of language as of the encoder and macro=1, put the encoder "
-                "on processes of its own, or cut its features by num_tokens yourself"
-            )
+        _check_media(name, batch, beside=LANGUAGE in step)
         where = encoders[name]
         if inputs["input_ids"] is None:
             inputs["input_ids"] = _tokens(batch)
         if batch.visual_inputs:
             inputs["modality_inputs"].setdefault(where.module, {})[where.encoder] = _media(batch, where)
     return inputs
+
+
+def _check_media(name: str, batch: EncoderBatch, *, beside: bool) -> None:
+    """Raise ConfigurationError for media whose features `MimoModel` would give to the wrong tokens, or to none."""
+    if batch.blank_media:
+        raise ConfigurationError(
+            f"mimo_inputs: {name} has blank media, whose features belong to no token, and MimoModel would send them: "
+            "leave blank_media out of make_roles, for its encoder ranks without media send no features"
+        )
+    # Tokens of each microbatch that this rank serves, or of each rank that divides one with it.
+    parts = [sum(kinds) for lane in batch.part_tokens for kinds in zip(*lane.values(), strict=True)]
+    counts = parts or batch.num_tokens
+    if beside and len(set(counts)) > 1:
+        raise ConfigurationError(
+            f"mimo_inputs: this process has the language model and {name} side by side, and the media of the "
+            f"microbatches that it serves, or of the ranks that divide one, have {', '.join(map(str, counts))} tokens. "
+            "megatron-core cuts and joins the features of such processes in equal parts: make roles with as many ranks "
+            "of language as of the encoder and macro=1, put the encoder on processes of its own, or send its features "
+            "by num_tokens and part_tokens yourself"
+        )
 
 
 def _language(batch: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from energon_bridge.core.datasets import get_savable_loader
-from energon_bridge.core.errors import ConfigurationError, DecodeError, check_number
+from energon_bridge.core.errors import ConfigurationError, DecodeError, WrongUseError, check_number
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.savable import SavableDataLoader
@@ -36,8 +36,10 @@ from energon_bridge.core.worker_config import WorkerConfig, distributed
 from energon_bridge.models.conversations.blank_media import Blank, lacking
 from energon_bridge.models.conversations.sequences import join_visual
 from energon_bridge.trainers.replica import StageKeys
+from energon_bridge.trainers.replica.balanced import FIGURES, Cost
 from energon_bridge.trainers.replica.groups import gathered, parallel_place
 from energon_bridge.trainers.replica.structure import check_keys, select
+from energon_bridge.trainers.roles.dealing import Deal, DealtStream, make_deal
 from energon_bridge.trainers.roles.encoding import KINDS, LaneMedia, LanguageTaskEncoder, MediaTaskEncoder
 
 logger = logging.getLogger(__name__)
@@ -246,10 +248,22 @@ class Roles:
         parts = max(1, grid.size // self.grids[LANGUAGE].size)
         return (grid.rank or 0) % parts, parts
 
-    def place_of(self, name: str) -> dict[str, Any]:
-        """Return what the configuration of this process's loader for a role has of its own."""
+    @property
+    def block(self) -> int:
+        """How many language ranks in a row each encoder serves with one rank."""
+        size = self.grids[LANGUAGE].size
+        return math.gcd(*(max(1, size // grid.size) for name, grid in self.grids.items() if name != LANGUAGE))
+
+    def place_of(self, name: str, *, dealt: bool = False) -> dict[str, Any]:
+        """Return what the configuration of this process's loader for a role has of its own.
+
+        Where microbatches are dealt, a language rank makes the texts of its block.
+        """
         served = self.served(name)
-        language = name == LANGUAGE
+        language = name == LANGUAGE and not dealt
+        if name == LANGUAGE and dealt:
+            first = served[0] - served[0] % self.block
+            served = range(first, first + self.block)
         return {
             "rank": served[0],
             "world_size": self.grids[LANGUAGE].size,
@@ -257,22 +271,25 @@ class Roles:
             "serves": None if language else len(served),
         }
 
-    def task_encoder(self, name: str, task_encoder: Any) -> Any:
+    def task_encoder(self, name: str, task_encoder: Any, cost: Cost | None = None) -> Any:
         """Return the task encoder for a role. Raises ConfigurationError if the encoder cannot be used for roles."""
         if name == LANGUAGE:
             return LanguageTaskEncoder(task_encoder)
-        return MediaTaskEncoder(task_encoder, KINDS[name], self.part(name))
+        return MediaTaskEncoder(task_encoder, KINDS[name], self.part(name), cost)
 
-    def loader(self, dataset: DatasetSpec, **options: Any) -> RoleLoader:
+    def loader(self, dataset: DatasetSpec, *, balance: Cost | None = None, **options: Any) -> RoleLoader:
         """Return the loader of this process.
 
         Args:
             dataset: From `get_train_dataset` or `get_val_dataset`, the same on all ranks. Of its `WorkerConfig` all
                 counts but ranks and groups, which are those of the grids.
+            balance: The cost of a microbatch without its media, such as `BatchCost()`: the language ranks that one
+                encoder rank serves then divide their microbatches of each global batch by it. None: they do not.
             options: Those of `get_savable_loader`, such as `on_mismatch`.
 
         Raises:
-            ConfigurationError: The process is of no grid, or dataset or encoder cannot be used for roles.
+            ConfigurationError: The process is of no grid, dataset or encoder cannot be used for roles, or the dataset
+                cannot be balanced.
         """
         policy = dataset.settings.error_policy
         if policy.damaged_shards == "skip":
@@ -284,13 +301,16 @@ class Roles:
             raise ConfigurationError("roles: this process is of none of the grids, so it loads nothing")
         loaders = {}
         blank = {}
+        deal = None
+        if balance is not None:
+            deal = make_deal(dataset, balance, language=self.grids[LANGUAGE].size, block=self.block)
         for name in self.names:
-            config = replace(dataset.worker_config, **self.place_of(name))
-            encoder = self.task_encoder(name, dataset.settings.task_encoder)
+            config = replace(dataset.worker_config, **self.place_of(name, dealt=deal is not None))
+            encoder = self.task_encoder(name, dataset.settings.task_encoder, balance)
             blank[name] = encoder.blank_media() if self.blank_media and name != LANGUAGE else []
             spec = replace(dataset.with_settings(task_encoder=encoder), worker_config=config)
             loaders[name] = get_savable_loader(spec, worker_config=config, **options)
-        return RoleLoader(loaders, self, blank)
+        return RoleLoader(loaders, self, blank, deal)
 
 
 def _language_first(name: str) -> tuple[bool, str]:
@@ -306,13 +326,18 @@ class RoleLoader:
         loaders: The loader of each role.
         roles: Those of the process.
         blank_media: Blank media of each role, for steps without any.
+        deal: How global batches are dealt; None: each language rank runs what it loads.
 
     Attributes:
         blanks: Media that were delivered blank since they could not be decoded.
     """
 
     def __init__(
-        self, loaders: Mapping[str, SavableDataLoader], roles: Roles, blank_media: Mapping[str, Sequence[Blank]]
+        self,
+        loaders: Mapping[str, SavableDataLoader],
+        roles: Roles,
+        blank_media: Mapping[str, Sequence[Blank]],
+        deal: Deal | None = None,
     ) -> None:
         self.loaders = loaders
         self.roles = roles
@@ -320,6 +345,12 @@ class RoleLoader:
         self.blanks = 0
         self._first: SavableDataLoader = next(iter(loaders.values()))
         self._step: dict[str, Any] = {}
+        self._dealt: dict[str, DealtStream] = {}
+        if deal is not None:
+            for name, loader in loaders.items():
+                served = roles.served(name)
+                own = [served[0] % deal.ranks] if name == LANGUAGE else range(len(served))
+                self._dealt[name] = DealtStream(loader, deal, own)
         self._restart()
 
     @property
@@ -340,8 +371,20 @@ class RoleLoader:
     @property
     def microbatches(self) -> int:
         """Microbatches of all language ranks that the run has delivered, as far as this process has taken part."""
-        ahead = 0 if LANGUAGE in self.loaders else max(self._left.values()) * self.roles.grids[LANGUAGE].size
-        return self._first.microbatches - ahead
+        ahead = 0 if LANGUAGE in self.loaders else max(self._left.values())
+        ahead += next((dealt.ahead for dealt in self._dealt.values()), 0)
+        return self._first.microbatches - ahead * self.roles.grids[LANGUAGE].size
+
+    @property
+    def unfinished(self) -> str | None:
+        """The reason why no state can be saved now, or None."""
+        size = self.config.microbatches_per_global_batch
+        if not self._dealt or size is None or not self.microbatches % size:
+            return None
+        return (
+            f"{self.microbatches % size} of the {size} microbatches of this global batch were delivered; with balance "
+            "there is a state after whole global batches only: save it after an optimizer step"
+        )
 
     def __len__(self) -> int:
         """Return the steps of a finite stream, or of an epoch of the data."""
@@ -359,6 +402,8 @@ class RoleLoader:
     def _restart(self) -> None:
         """Forget what was loaded of a step, since the loaders stand elsewhere."""
         self._step = {}
+        for dealt in self._dealt.values():
+            dealt.restart()
         self._lanes: dict[str, list[LaneMedia]] = {name: [] for name in self.loaders}
         self._left = dict.fromkeys(self.loaders, 0)
 
@@ -370,7 +415,7 @@ class RoleLoader:
         if name in self._step:
             return True
         if name == LANGUAGE:
-            batch = next(stream, None)
+            batch = self._next(name, stream)
             if batch is not None:
                 check_keys(batch, self.roles.keys)
                 self._step[name] = select(batch, self.roles.keys)
@@ -380,7 +425,7 @@ class RoleLoader:
             return True
         served = len(self.roles.served(name))
         lanes = self._lanes[name]
-        while len(lanes) < self.roles.macro * served and (lane := next(stream, None)) is not None:
+        while len(lanes) < self.roles.macro * served and (lane := self._next(name, stream)) is not None:
             lanes.append(lane)
             for error in lane.blanks:
                 self._note(error)
@@ -390,6 +435,10 @@ class RoleLoader:
         self._left[name] = len(lanes) // served - 1
         self._lanes[name] = []
         return True
+
+    def _next(self, name: str, stream: Iterator[Any]) -> Any:
+        """Return the next microbatch of a role, or None."""
+        return self._dealt[name].take(stream) if self._dealt else next(stream, None)
 
     def _note(self, error: str) -> None:
         """Count and name a blank medium; raise where the policy tolerates no failure."""
@@ -405,7 +454,15 @@ class RoleLoader:
     # State -----------------------------------------------------------------------------------------------------------
 
     def save_state_rank(self) -> Any:
-        """Return the state of this process's language rank; None if it has none, since encoders have no state."""
+        """Return the state of this process's language rank; None if it has none, since encoders have no state.
+
+        Raises:
+            WrongUseError: With balance, a global batch was delivered in part.
+        """
+        if self.unfinished is not None:
+            raise WrongUseError(self.unfinished)
+        if LANGUAGE in self._dealt:
+            return self._dealt[LANGUAGE].state()
         return self.loaders[LANGUAGE].save_state_rank() if LANGUAGE in self.loaders else None
 
     def restore_state_rank(self, state: Any, **options: Any) -> None:
@@ -454,8 +511,14 @@ class RoleLoader:
         self._restart()
 
     def metrics(self) -> dict[str, float]:
-        """Return what this process has loaded, by role, as plain numbers; `blank_media` counts over its encoders."""
+        """Return what this process has loaded, by role, as plain numbers; `blank_media` counts over its encoders.
+
+        With balance also `balance_step` and its like, those of `BalancedLoader.metrics`, of the ranks of a block.
+        """
         found = {f"{name}/{key}": value for name, one in self.loaders.items() for key, value in one.metrics().items()}
+        for dealt in self._dealt.values():
+            means = dealt.figures / max(1, dealt.global_batches)
+            found |= {f"balance_{key}": float(mean) for key, mean in zip(FIGURES, means, strict=True)}
         return found | {"blank_media": float(self.blanks)}
 
     def close(self) -> None:

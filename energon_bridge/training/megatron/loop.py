@@ -42,6 +42,8 @@ from energon_bridge.training.callbacks import (
     append_metrics,
     append_validation,
     clock,
+    lacks_validation,
+    losses_since_line,
     rate,
     read_losses,
     read_metric,
@@ -104,6 +106,7 @@ class RunProgress:
         self.data = data
         self.max_steps = max_steps
         self._steps: list[tuple[int, float, Tensor]] = []
+        self.since_line: list[float] = []  # the losses of the next line
         self.restart_clock()
 
     def add(self, step: int, lr: float, sums: Tensor, *, samples: int) -> None:
@@ -118,18 +121,18 @@ class RunProgress:
         self._waited = self.data.wait_seconds
         self._samples = self._timed = 0
 
-    def write(self) -> float | None:
-        """Append the steps that are not written yet; return their mean loss, None if there are none."""
+    def write(self) -> None:
+        """Append the steps that are not written yet."""
         if not self._steps:
-            return None
+            return
         sums = over_replicas(torch.stack([sums for _, _, sums in self._steps]), self.ranks)
         losses: list[float] = (sums[:, 0] / sums[:, 1].clamp(min=1.0)).tolist()
         if self.ranks.main:
             append_metrics(self.metrics_path, [(step, lr) for step, lr, _ in self._steps], losses)
         self._steps.clear()
-        return sum(losses) / len(losses)
+        self.since_line += losses
 
-    def log(self, step: int, lr: float, loss: float, norm: float) -> None:
+    def log(self, step: int, lr: float, norm: float) -> None:
         """Write a log line about the steps since the last one."""
         samples = torch.tensor(float(self._samples), device=self.ranks.device)
         dist.all_reduce(samples, group=self.ranks.groups.dp)
@@ -139,13 +142,14 @@ class RunProgress:
                 "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s samples/s  %.0f ms/step  waiting for data %.1f %%",
                 step,
                 self.max_steps,
-                loss,
+                sum(self.since_line) / len(self.since_line),
                 lr,
                 norm,
                 rate(float(samples) / elapsed),
                 1000 * elapsed / max(1, self._timed),
                 100 * (self.data.wait_seconds - self._waited) / elapsed,
             )
+        self.since_line.clear()
         self.restart_clock()
 
 
@@ -194,6 +198,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     if ranks.main:
         say_complete(step, config.train.max_steps)
     progress = RunProgress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
+    progress.since_line = losses_since_line(progress.metrics_path, step, config.train.log_interval)
     accumulate = config.accumulate(ranks.groups.dp.size())
     recorder = RunRecorder()
     recorder.start(loader)
@@ -201,6 +206,10 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
         discard_replaced(run_dir)
     validated: tuple[int, float, list[Prediction]] | None = None
     stop = False
+    if step < config.train.max_steps and _lacks_validation(config, ranks, step):
+        _validate(training, bundle, data, step)
+        progress.restart_clock()
+        recorder.start(loader)
     with _asked_to_stop() as asked:
         while step < config.train.max_steps and not stop:
             batches: list[MultiModalBatch] = []
@@ -228,7 +237,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
                 validated = (step, *_validate(training, bundle, data, step))
                 progress.restart_clock()
                 recorder.start(loader)
-    _report(config, ranks, recorder, loader)
+    _report(config, ranks, recorder, loader, stopped=stop)
     if stop:
         logger.warning("received SIGTERM: saved step %d, exiting", step)
         return RunResult(step=step, validation_loss=None, read=None, stopped=True, main_rank=ranks.main)
@@ -260,9 +269,9 @@ def _is_due(step: int, interval: int) -> bool:
 def _write_losses(progress: RunProgress, step: int, lr: float, norm: float, *, logs: bool, saves: bool) -> None:
     """Write the losses since the last time, if they are logged or saved."""
     if logs or saves:
-        loss = progress.write()
-        if logs and loss is not None:
-            progress.log(step, lr, loss, norm)
+        progress.write()
+    if logs:
+        progress.log(step, lr, norm)
 
 
 def _save(training: Training, step: int, loader: EnergonDataloader, feedback: MixFeedback | None) -> None:
@@ -287,8 +296,10 @@ def _result(training: Training, step: int, loss: float, predictions: list[Predic
     return RunResult(step=step, validation_loss=loss, read=read, stopped=False, main_rank=ranks.main)
 
 
-def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: EnergonDataloader) -> None:
-    """Write `report.html`; every rank must call it."""
+def _report(
+    config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: EnergonDataloader, *, stopped: bool
+) -> None:
+    """Write `report.html`, without pages of samples if the process has to end soon; every rank must call it."""
     summaries = gathered(summary(recorder, loader))
     if ranks.main:
         run_dir = Path(config.run_dir)
@@ -296,7 +307,10 @@ def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: Ener
         recorder.rate, recorder.validation = (
             Curve.of(read_metric(run_dir / "metrics.jsonl", name)) for name in ("lr", "validation_loss")
         )
-        write_report(run_dir / "report.html", summaries, recorder, title=report_title(config), spec=spec_of(loader))
+        spec = None if stopped else spec_of(loader)
+        facts = {"ended by": "SIGTERM"} if stopped else {}
+        title = report_title(config)
+        write_report(run_dir / "report.html", summaries, recorder, title=title, facts=facts, spec=spec)
 
 
 def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback | None) -> int:
@@ -315,6 +329,14 @@ def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback
     if feedback is not None and of_feedback is not None:
         feedback.load_state_dict(of_feedback)
     return step
+
+
+def _lacks_validation(config: RunConfig, ranks: Ranks, step: int) -> bool:
+    """Return whether the validation after a step, at which the run goes on, was due and is missing."""
+    path = Path(config.run_dir) / "metrics.jsonl"
+    lacks = [ranks.main and lacks_validation(path, step, config.validation.interval)]
+    dist.broadcast_object_list(lacks)
+    return lacks[0]
 
 
 def _validate(

@@ -7,15 +7,18 @@ That a stop changes nothing, whatever the data, the encoder and the topologies a
 from __future__ import annotations
 
 import contextvars
+import logging
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine import NUM_LANES, config_of, deliver, is_masked, loaders_of, text_dataset, train_dataset
+from forked import on_gloo
 from made import made_once
 
-from energon_bridge import AugmentTaskEncoder, get_savable_loader
+from energon_bridge import AugmentTaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 
@@ -100,3 +103,34 @@ def test_what_lanes_cannot_keep_busy_is_said_once(data: Path, caplog: pytest.Log
         "change); 4 ranks would waste none",
         "only 2 of 3 workers have a lane to load: 24 lanes, 12 ranks",
     ]
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_ranks_that_begin_at_different_places_are_told(both: bool, tmp_path: Path) -> None:
+    """One rank has the state, the other starts anew, as programs do that go on without a file that is missing."""
+    path = text_dataset(tmp_path / "data", train=[40])
+
+    def loader(rank: int, ranks: int) -> Any:
+        run = WorkerConfig(rank=rank, world_size=ranks, num_workers=0, num_lanes=4)
+        return get_savable_loader(get_train_dataset(path, batch_size=2, worker_config=run))
+
+    alone = loader(0, 1)
+    for _ in islice(alone, 4):
+        pass
+    state = alone.save_state_rank()
+
+    def start(rank: int) -> list[str]:
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("energon_bridge.core.loader.ranks").addHandler(handler)
+        for _ in range(2):  # a program may open several, also of the same data
+            own = loader(rank, 2)
+            if both or rank == 0:
+                own.restore_state_rank(state)
+            next(iter(own))
+        return told
+
+    told = [message for of_rank in on_gloo(2, start) for message in of_rank]
+    assert len(told) == (0 if both else 2)
+    assert all("begins at microbatch" in message and "another one at" in message for message in told)

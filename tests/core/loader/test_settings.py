@@ -21,6 +21,7 @@ from energon_bridge import (
 )
 from energon_bridge.core import datasets
 from energon_bridge.core.errors import ConfigurationError, StateError
+from energon_bridge.core.loader.run_plan import ORDER_SETTINGS
 from energon_bridge.core.stream.policy import ErrorPolicy
 from energon_bridge.core.stream.settings import RunSettings
 from energon_bridge.tools.columns.making import add_column
@@ -246,6 +247,7 @@ def test_a_state_is_refused_for_another_value(numbered: str, name: str) -> None:
     for _ in range(3):
         next(batches)
     state = before.save_state_rank()
+    assert state["settings"].keys() <= ORDER_SETTINGS  # which forecasts compare
     loader(run).restore_state_rank(state)
     with pytest.raises(StateError):
         loader({**run, **change}).restore_state_rank(state)

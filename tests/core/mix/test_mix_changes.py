@@ -161,7 +161,8 @@ def test_adapting_continues_what_stays_starts_what_is_new_and_parks_what_is_gone
     with caplog.at_level(logging.WARNING):
         for loader in refused:
             loader.restore_state_rank(states, on_mismatch="adapt")
-    assert "the mix has changed" in caplog.text
+            loader.restore_state_rank(states, on_mismatch="adapt")  # as Lightning and the data module both do
+    assert caplog.text.count("the mix has changed") == 1
     second = by_leaf(refused, 40)
     assert len(second["b"]) == pytest.approx(0.75 * 240, abs=24)
     whole = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(old, 1, 0), 350).items()}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine import config_of, text_dataset
 
-from energon_bridge import DefaultTaskEncoder, TextSample, get_savable_loader, get_train_dataset
+from energon_bridge import DefaultTaskEncoder, Packer, TextSample, get_savable_loader, get_train_dataset
+from energon_bridge.core.errors import SettingMismatchError
 from energon_bridge.core.stream.pack_buffer import LaneEpochs, PackBuffer
 
 SIZES = (48, 100, 500, 2000)
@@ -105,6 +108,75 @@ def test_a_small_dataset_of_a_mix_comes_once_an_epoch(folder: Path, tmp_path: Pa
     times = Counter(small[: 3 * samples])
     assert len(times) == samples
     assert set(times.values()) <= {2, 3, 4}
+
+
+class Packed(Packs):
+    """Packs by a `Packer`."""
+
+    def __init__(self, room: int = ROOM) -> None:
+        super().__init__()
+        self.packer = Packer(limits={"tokens": room}, size_of=length)
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return self.packer.select(samples)
+
+
+class Pairs(Packs):
+    """Packs neighbours, however long."""
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [samples[place : place + 2] for place in range(0, len(samples), 2)]
+
+
+def saved_after(steps: int, encoder: Packs, loader_of: Any) -> Any:
+    loader = loader_of(encoder)
+    for _ in islice(loader, steps):
+        pass
+    return loader.save_state_rank()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_other_packs_at_a_resume_are_told(shared: bool, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lanes that share a buffer must agree on its packs; those with one of their own go on from where they are."""
+
+    def loader_of(encoder: Packs) -> Any:
+        run = config_of(1, 0, num_lanes=4)
+        data = folder / ("100" if shared else "2000")
+        spec = get_train_dataset(data, task_encoder=encoder, packing_buffer_size=16, batch_size=1, worker_config=run)
+        return get_savable_loader(spec)
+
+    state = saved_after(7, Packed(), loader_of)
+    assert (state["settings"]["packing_buffers"] < 4) is shared
+    loader_of(Packed()).restore_state_rank(state)
+    other = loader_of(Packed(200))
+    if shared:
+        with pytest.raises(SettingMismatchError, match="at most 128 tokens, and here it is 200 tokens"):
+            other.restore_state_rank(state)
+    else:
+        other.restore_state_rank(state)
+    state = saved_after(14, Packs(), loader_of)  # lanes are at different selections
+    for encoder, is_told in ((Packs(), False), (Pairs(), shared)):
+        caplog.clear()
+        resumed = loader_of(encoder)
+        resumed.restore_state_rank(state)
+        with caplog.at_level(logging.WARNING):
+            assert len([*islice(resumed, 60)]) == 60
+        assert ("lanes that share a packing buffer come to different packs" in caplog.text) is is_told
+
+
+def test_a_step_of_packs_is_no_number_of_samples(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What came before a step of packs is not known: `start_at` says so; of single samples it is exact."""
+    for settings, is_told in (({"packing_buffer_size": 16}, True), ({}, False)):
+        spec = get_train_dataset(
+            folder / "500", task_encoder=Packs(), batch_size=1, worker_config=config_of(1, 0), **settings
+        )
+        for step in (0, 30):
+            caplog.clear()
+            started = get_savable_loader(spec, start_at=step)
+            assert ("start_at=30: the run packs samples" in caplog.text) is (is_told and step > 0)
+            found = next(iter(started)).__key__
+        run = get_savable_loader(spec)
+        assert is_told or found == next(islice(run, 30, None)).__key__
 
 
 class Leaving(Packs):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from commands import answer, energon, output_of, refusal_of
-from engine import ENCODERS, SeveralEncoder, SkippingEncoder, config_of, with_prepared
+from engine import ENCODERS, SeveralEncoder, SkippingEncoder, TensorEncoder, config_of, with_prepared
 from forecasts import MIXES, NEEDS_MIX, OPTIONS, Delivered, opened, ranks_of, run, write_mixes
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from made import made_once
 
-from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge import SampleDecoder, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.core.loader.saved_run import read_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.worker_config import WorkerConfig
@@ -143,6 +143,23 @@ def test_weights_that_were_set_during_the_run(data: Path, tmp_path: Path, mix: s
     if mix in NEEDS_MIX:
         arguments += ("--mix", data / f"{mix}.yaml")
     check(delivered, [0, 39, 40, 41, 43, 60], *arguments)
+
+
+class Looking(TensorEncoder):
+    """Has settings that change pixels, which states record, and not the order."""
+
+    decoder = SampleDecoder(autorotate=True, image_target=64)
+    pixel_settings = {"pixels": "torch", "brightness": "high"}  # noqa: RUF012
+
+
+def test_settings_of_pixels_are_those_of_the_state(data: Path, tmp_path: Path) -> None:
+    loaders = ranks_of(opened(data, "weights", Looking()), 2)
+    delivered = run(loaders, 6)
+    states = [loader.save_state_rank() for loader in loaders]
+    assert {"autorotate", "image_target", "pixels", "brightness"} <= states[0]["settings"].keys()
+    torch.save(states, tmp_path / "state.pt")
+    check(delivered, [0, 3, 5], tmp_path / "state.pt", "--world-size", 2)
+    check(delivered, [4], tmp_path / "state.pt", "--world-size", 2, "--mix", data / "weights.yaml")
 
 
 def test_a_skipping_encoder_is_accounted_for_up_to_the_state(data: Path, tmp_path: Path) -> None:

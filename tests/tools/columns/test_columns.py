@@ -106,6 +106,8 @@ def several_as_number(sample: Any) -> float:
 
 def test_samples_that_fail_are_named_or_get_a_value(tmp_path: Path) -> None:
     root = text_dataset(tmp_path, train=[6, 4])
+    with pytest.raises(SampleError, match=r"has no attribute 'price'.*with all fields of a JSON \(--raw\)"):
+        add_column(root, "price", lambda sample: sample.price, made_of="price")
     with pytest.raises(SampleError, match=r"shard_001\.tar, key '00007': no value for the column: ValueError: seven"):
         add_column(root, "n", refuses_seven)
     assert not read_columns(open_store(root))

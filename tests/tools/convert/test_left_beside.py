@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import output_of
 from delivered import delivered
 from sources import convert, picture, refused, write_pictures
+from tar_builder import write_tar
 
 from energon_bridge.core.errors import SourceError
+from energon_bridge.models.conversations.conversation import in_parts, read_conversation
 
 ALL = ("--split-ratio", "1,0,0")
 ANSWER = {"role": "assistant", "content": "x"}
@@ -85,7 +88,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "a pair has is_correct=False, and was rejected",
     ),
     "an answer that is wrong": (turn("assistant", label=False), "a turn of 'assistant' has label=False"),
+    "a short premise, as of COPA": (
+        {"question": "cause", "premise": "She ran.", "choice1": "p", "choice2": "q", "label": 0},
+        "--ignore premise",
+    ),
     "choices, as of M4-Instruct": (talk(choice_list=["a dog", "a cat"]), "--ignore choice_list"),
+    "turns that say another order": (
+        {
+            "messages": [
+                {"role": "assistant", "content": "x", "turn": 1},
+                {"role": "user", "content": "What?", "turn": 0},
+            ]
+        },
+        "the turns are not in their order, which `turn` says",
+    ),
+    "numbers between tags": (
+        {"messages": [{"role": "user", "content": "<image>1</image> What?"}, ANSWER]},
+        "a text names an image as '<image>1</image>'",
+    ),
     "a sound in a text": (
         {"messages": [{"role": "user", "content": "<audio>a.wav</audio> What?"}, ANSWER]},
         "write '<audio>' there, and its path in `audios`",
@@ -315,9 +335,22 @@ def test_numbered_images_beside_a_list_of_images_are_refused(tmp_path: Path) -> 
     assert [len(one.images) for one in delivered(tmp_path / "out")] == [1]
 
 
-@pytest.mark.parametrize("column", ["mask", "solution_image", "thumbnail", "output_image"])
+@pytest.mark.parametrize("column", ["solution_image", "answer_image", "target_img"])
+@pytest.mark.parametrize("beside", [{}, {"image": "a.png"}])
+def test_pictures_of_answers_are_not_shown_with_the_question(
+    column: str, beside: dict[str, str], tmp_path: Path
+) -> None:
+    path = written(tmp_path, [{**beside, column: "b.png", "question": "What?", "answer": "x"}])
+    said = f"the file in `{column}` seems to belong to the answer, and the question would show it"
+    assert said in refused(path, tmp_path / "out", *ALL)
+    convert(path, tmp_path / "out", *ALL, "--ignore", column)
+    (sample,) = delivered(tmp_path / "out")
+    assert not beside or sample.image.shape[-2:] == (16, 16)  # of a.png
+
+
+@pytest.mark.parametrize("column", ["mask", "thumbnail", "depth_map"])
 def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) -> None:
-    """Masks are drawn from the image, and the picture of a solution tells the answer."""
+    """Masks are drawn from the image."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     asked = {"question": "What?", "answer": "x"}
@@ -335,6 +368,42 @@ def test_pictures_that_a_question_may_not_be_about(column: str, tmp_path: Path) 
     alone = {column: "b.png", **asked}
     convert(written(tmp_path, [alone]), tmp_path / "alone", *ALL)
     assert len(delivered(tmp_path / "alone")) == 1
+
+
+def test_frames_in_a_column_of_videos_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    frames = [{"bytes": picture(number), "path": None} for number in range(2)]
+    row = {"video": frames, "question": "What?", "answer": "x"}
+    parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    assert "`video` is images" in refused(tmp_path / "rows.parquet", tmp_path / "out", *ALL)
+    with pytest.raises(SourceError, match="`video` is images, which would be shown as such"):
+        delivered(tmp_path / "rows.parquet")
+
+
+def test_choices_that_are_pictures_stand_on_lines_of_their_own(tmp_path: Path) -> None:
+    """MMMU: the line break behind a picture belongs to it, the one between two choices does not."""
+    names = ["a.png", "b.png"]
+    row = {"question": "Which?", "options": "['<image 1>', '<image 2>']", "answer": "B", "images": names}
+    convert(written(tmp_path, [row]), tmp_path / "out", *ALL)
+    (sample,) = delivered(tmp_path / "out")
+    turns = in_parts(read_conversation(sample)).turns
+    shown = "".join(part.text if part.kind == "text" else "IMAGE" for part in turns[0].parts)
+    assert shown.startswith("Which?\nA. IMAGE\nB. IMAGE\nAnswer with")
+
+
+def test_masks_in_tars_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As datasets of segmentation name them: `0.jpg`, `0.mask.png`, and here the turns in `0.json`."""
+    for number, name in enumerate(("whole", "told")):
+        content = {**talk(), "images": ["jpg"]} if name == "told" else talk()
+        parts = [("0.jpg", picture(0)), ("0.mask.png", picture(1, "PNG")), ("0.json", json.dumps(content).encode())]
+        write_tar(tmp_path / f"{number}" / "a.tar", parts)
+        output_of("prepare", tmp_path / f"{number}", *ALL, "--sample-type", "CrudeWebdataset")
+    with pytest.raises(Exception, match="skipped"):
+        delivered(tmp_path / "0")
+    assert "the sample has the images jpg, mask.png, and all of them would be shown" in caplog.text
+    (sample,) = delivered(tmp_path / "1")
+    assert [image.shape[-2:] for image in sample.images] == [(16, 16)]
 
 
 def test_files_beside_turns_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -369,6 +438,48 @@ def test_choices_do_not_hide_that_a_video_is_missing(tmp_path: Path) -> None:
     assert "`video_id` ('000') seems to name what the question is about" in refused(path, tmp_path / "out", *ALL)
 
 
+def test_names_of_videos_that_are_not_there_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """TVQA names its clips without an extension."""
+    row = {"question": "Who talks?", "a0": "Ann", "a1": "Bo", "answer_idx": 0, "vid_name": "s01e01_seg02", "ts": "1-2"}
+    path = written(tmp_path, [row])
+    said = "`vid_name` ('s01e01_seg02') seems to name what the question is about"
+    assert said in refused(path, tmp_path / "out", *ALL)
+    with pytest.raises(Exception, match="skipped"):
+        delivered(path)
+    assert said in caplog.text
+    convert(path, tmp_path / "out", *ALL, "--ignore", "vid_name", "--ignore", "ts")
+
+
+FOLDERS: list[tuple[str, str, str]] = [
+    ("images", "masks", "images and masks"),
+    ("JPEGImages", "SegmentationClass", "JPEGImages and SegmentationClass"),
+    ("input", "target", "input and target"),
+    ("rgb", "depth", "depth and rgb"),
+    ("left", "noisy", "noisy"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "named"), FOLDERS)
+def test_folders_of_images_and_what_was_drawn_from_them_are_no_classes(
+    first: str, second: str, named: str, tmp_path: Path
+) -> None:
+    write_pictures(tmp_path / "in", [f"{folder}/{n}.png" for folder in (first, second) for n in range(3)])
+    told = refused(tmp_path / "in", tmp_path / "out", *ALL)
+    assert f"{named} seem to be no classes" in told
+    for kind in ("classes", "pairs"):
+        convert(tmp_path / "in", tmp_path / kind, *ALL, "--kind", kind)
+        assert len(delivered(tmp_path / kind)) == 6
+
+
+def test_classes_may_have_names_of_kinds_of_files(tmp_path: Path) -> None:
+    """Faces with and without a mask, whose files have names of their own."""
+    write_pictures(tmp_path / "in", [f"{folder}/{folder}{n}.png" for folder in ("mask", "no_mask") for n in range(3)])
+    convert(tmp_path / "in", tmp_path / "out", *ALL)
+    assert {one.label_name for one in delivered(tmp_path / "out")} == {"mask", "no_mask"}
+
+
 def test_options_of_parts_beside_a_question_are_said_to_be_unused(tmp_path: Path) -> None:
     path = written(tmp_path, [{"image": "a.png", "question": "What?", "answer": "x", "system": "s", "fps": 2}])
     assert "not used: fps" in convert(path, tmp_path / "out", *ALL)
+    path = written(tmp_path, [talk(label=3, objects=[])])
+    assert "not used: label" in convert(path, tmp_path / "others", *ALL)

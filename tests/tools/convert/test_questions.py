@@ -716,3 +716,41 @@ def test_all_unknown_columns_are_named_with_a_question_that_has_each_text_once(t
         tmp_path, [{"question": "How long?", "query": "Answer in metres.\nQuestion: How long?", "answer": "1"}]
     )
     assert "--question '{query}'" in refused(whole, tmp_path / "out")
+
+
+def test_arrays_as_numpy_prints_them_are_lists(tmp_path: Path) -> None:
+    """A table of numpy arrays that pandas wrote as CSV: Python would take `'p' 'q'` for one text."""
+    numpy = pytest.importorskip("numpy")
+    printed = str(numpy.array(["p", "it's q", "r" * 40, "s" * 40], dtype=object))
+    assert "," not in printed
+    assert "\n" in printed
+    rows = [{"question": "What?", "choices": printed, "answer": "B"}]
+    (first, second), *_ = learned(converted(listed(tmp_path, rows), tmp_path / "out", "--split-ratio", "1,0,0"))
+    assert first == f"What?\nA. p\nB. it's q\nC. {'r' * 40}\nD. {'s' * 40}\n{LETTER}"
+    assert second == "B"
+
+
+@pytest.mark.parametrize("image", [{}, {"image": "a.png"}])
+@pytest.mark.parametrize("written", ["['p', 'q', 'q']", '["p", "q", "q"]', "['p' 'q' 'q']"])
+def test_answers_as_text_of_a_list_are_a_list(written: str, image: dict[str, str], tmp_path: Path) -> None:
+    source = listed(tmp_path, [{**image, "question": "What?", "answers": written}])
+    out = converted(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    if image:
+        workers = WorkerConfig(num_workers=0)
+        (batch,) = get_loader(get_val_dataset(out, split_part="train", batch_size=1, worker_config=workers))
+        assert batch.answers == [["p", "q", "q"]]
+    else:
+        assert learned(out) == [["What?", "q"]]
+
+
+@pytest.mark.parametrize("nothing", ["nan", "<noinput>", float("nan"), None, ""])
+def test_what_pandas_and_alpaca_write_for_nothing_is_nothing(nothing: Any, tmp_path: Path) -> None:
+    rows = [{"instruction": "Sing.", "input": nothing, "output": "La.", "system": nothing}]
+    assert learned(converted(listed(tmp_path, rows), tmp_path / "out", "--split-ratio", "1,0,0")) == [["Sing.", "La."]]
+
+
+def test_lists_that_are_answers_stay_texts(tmp_path: Path) -> None:
+    rows = [{"question": "List them.", "answer": "['p', 'q']"}]
+    assert learned(converted(listed(tmp_path, rows), tmp_path / "out", "--split-ratio", "1,0,0")) == [
+        ["List them.", "['p', 'q']"]
+    ]

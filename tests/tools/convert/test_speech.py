@@ -177,6 +177,21 @@ def test_questions_of_a_manifest_and_of_the_flag(tmp_path: Path) -> None:
     assert "--prompt is for speech" in refusal_of("convert", tmp_path / "n.jsonl", tmp_path / "o", "--prompt", "x")
 
 
+@pytest.mark.parametrize("keys", [{"source_lang": "en", "target_lang": "de"}, {"taskname": "s2t_translation"}])
+def test_translations_ask_for_a_question(keys: dict[str, str], tmp_path: Path) -> None:
+    """Canary's manifests."""
+    written(tmp_path / "a.wav", 0.5)
+    manifest = lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "duration": 0.5, "text": "Hallo.", **keys}])
+    told = refusal_of("convert", manifest, tmp_path / "out", "--no-progress")
+    assert "the text is a translation ('Hallo.'), and the question 'Transcribe the speech.'" in told
+    convert(manifest, tmp_path / "out", "--prompt", "Translate the speech into German.")
+    assert [said(one) for one in delivered(tmp_path / "out")] == [("Translate the speech into German.", "Hallo.")]
+    same = {"source_lang": "de", "target_lang": "de", "taskname": "asr"}
+    lines(manifest, [{"audio_filepath": "a.wav", "duration": 0.5, "text": "Hallo.", **same}])
+    convert(manifest, tmp_path / "same")
+    assert [said(one) for one in delivered(tmp_path / "same")] == [("Transcribe the speech.", "Hallo.")]
+
+
 def kaldi(folder: Path, *, segments: bool) -> None:
     folder.mkdir(parents=True)
     for number in (1, 2):

@@ -241,6 +241,7 @@ MARKS: list[tuple[str, Any, Any]] = [
     ("was_cancelled", False, True),
     ("keep", True, False),
     ("approved", 1, 0),
+    ("is_safe", True, False),
     ("correct", True, False),
 ]
 UNLEARNED: list[tuple[str, Any, Any]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import io
 import json
 import re
 import signal
@@ -28,17 +29,21 @@ from made import made_once
 from paths import CONFIGS, REPOSITORY
 from PIL import Image
 
-from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge import DefaultTaskEncoder, SampleDecoder, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.registry import load
 from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.images import images
+from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.forecast.planned_run import run_of_state
 from energon_bridge.tools.preview.batches import delivered, shown
 from energon_bridge.tools.preview.pages import histogram, write_pages
 from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, ShownTurn, Text, fields_of, items_of
 from energon_bridge.tools.preview.sample_source import SampleSource, shared_out
 from energon_bridge.tools.preview.terminal import half_blocks, lines_of, lines_of_batch, waveform
-from energon_bridge.tools.testing import create_captioning_test_dataset
+from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
 
 CONFIG = CONFIGS / "packed.yaml"
 LANES = ("--num-lanes", 24)
@@ -358,7 +363,7 @@ def test_a_packed_step_is_what_worker_processes_deliver(data: Path, captions: Pa
     (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
     real = [next(batches) for _ in range(3)][-1]
     loader.close()
-    for arguments in ((mix,), (tmp_path / "state.json", "--mix", mix)):
+    for arguments in ((mix,), (tmp_path / "state.json", "--mix", mix), (tmp_path / "state.json",)):
         found = answer("preview", *arguments, *PACKED, *LANES, "--step", 5)
         (batch,) = found["batches"]
         assert (batch["step"], batch["rank"], batch["microbatch"]) == (5, 0, 5)
@@ -384,6 +389,43 @@ def test_a_packed_step_is_what_worker_processes_deliver(data: Path, captions: Pa
                 assert " ".join(learned) == f"{caption['text']} </s>"
 
 
+class Turning(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Turns images as EXIF says, and lays transparent ones on white."""
+
+    decoder = SampleDecoder(autorotate=True)
+    image_alpha = "white"
+
+
+def test_pictures_are_shown_as_the_run_sees_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sizes and colours are those that Pillow gives for the files, turned, on white."""
+    monkeypatch.setattr(images, "_warned", set())
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = {name: io.BytesIO() for name in ("turned", "clear")}
+    Image.new("RGB", (8, 4), "red").save(files["turned"], "PNG", exif=exif)
+    Image.new("RGBA", (6, 6), (0, 0, 0, 0)).save(files["clear"], "PNG")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_shard(folder / "0.tar", {key: {"png": file.getvalue(), "txt": b"a"} for key, file in files.items()})
+    described = render_dataset_yaml("CaptioningSample", {"image": "png", "caption": "txt"})
+    prepare_dataset(folder, split=parse_patterns(["train:.*"]), dataset_yaml=described)
+    spec = get_train_dataset(folder, batch_size=2, task_encoder=Turning(), worker_config=config_of(1, 0))
+    loader = get_savable_loader(spec)
+    next(iter(loader))
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    loader.close()
+    run = run_of_state(loader.save_state_rank(), world_size=1)
+    for source in (SampleSource(spec), SampleSource(run.spec, run.plan)):
+        records = source.records(source.in_order(None), lambda record: record)
+        shown = {one.key: next(items for name, items in one.fields if name == "image")[0] for one in records}
+        assert (shown["turned"].width, shown["turned"].height) == (4, 8)
+        assert shown["clear"].image.getpixel((3, 3)) == (255, 255, 255)
+    answer("preview", tmp_path / "state.json", "--step", 0)
+    assert [message for message in caplog.messages if message.startswith("images in part")] == []
+
+
 def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batch_size": 2, "packing_buffer_size": 10, "task_encoder": previews.encoder()}
     (loader,) = loaders_of(get_train_dataset(captions, worker_config=config_of(1, 0), **settings), 1, 0)
@@ -405,7 +447,7 @@ def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> 
         ((), "nothing to show"),
         (("state.json",), "state.json: no such file or folder"),
         ((__file__,), "--step S"),
-        (("--encoder", "previews:encoder"), "give a dataset or mix, or states and --mix"),
+        (("--encoder", "previews:encoder"), "give a dataset, a mix, or the states of a run"),
         (("--steps", "4:3", "x"), "not of the form A:B"),
         (("--samples", "0", "x"), "neither a number"),
         (("--batches", "2", "x"), "--batches is for batches: add --config, --encoder or --processor"),

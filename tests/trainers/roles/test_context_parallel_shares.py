@@ -22,6 +22,9 @@ from grids import NUM_LANES, media_of, pictures_dataset, plain, reads_counted, w
 from hypothesis import given, strategies as st
 from made import made_once
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
@@ -175,7 +178,9 @@ def test_videos_sounds_and_what_a_processor_makes(tmp_path: Path, media: str) ->
     talks.write_talks(tmp_path)
     encoder = talks.talk_encoder(tmp_path, media, (), False, (Cooker(cook_conversation),))
     if media == "omni":  # videos are heard: the tokens of their sounds are between those of their frames
-        encoder = type(encoder)(encoder.tokenizer, encoder.family, replace(encoder.config, video_sound=True))
+        encoder = type(encoder)(
+            encoder.tokenizer, encoder.family, replace(encoder.config, video_sound=True, max_sound_seconds=1.0)
+        )
     dataset = dataset_of(tmp_path / "talks" / media, encoder)
     whole = plain(dataset, 1, STEPS)[0]
     name = {"sound": "audio", "omni": "media"}.get(media, "vision")
@@ -348,10 +353,12 @@ def own_loss(features: Tensor, tokens: Tensor, own: Tensor) -> Tensor:
 
 
 def gradients() -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
-        for name, one in tower().named_parameters()
-    }
+    """Return the gradients of the tower, whole and by the names that its parameters have in no wrapper."""
+    found = {}
+    for name, one in tower().named_parameters():
+        gradient = torch.zeros_like(one) if one.grad is None else one.grad.clone()
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
 
 
 def module_of(data: Path, roles: Any, state: Any, rows: int) -> EnergonMultiModalDataModule:
@@ -372,18 +379,22 @@ def module_of(data: Path, roles: Any, state: Any, rows: int) -> EnergonMultiModa
 
 
 def context_parallel_run(
-    rank: int, data: Path, ranks: int, microbatches: int, state: Any = None, *, blank_media: bool = False
+    rank: int, data: Path, ranks: int, microbatches: int, state: Any = None, *, parallel: str | None = None
 ) -> Any:
     """Return loss and gradients of some microbatches, of all processes, the pictures of this one, and the state.
 
-    With blank media, the tower is in DDP, which waits for a rank that does not run it.
+    With `ddp` or `fsdp`, the tower is wrapped in it, which waits for a rank that does not run it, and media are blank.
     """
+    blank_media = parallel is not None
     size = dist.get_world_size() // ranks
     context = [dist.new_group(range(first * ranks, (first + 1) * ranks)) for first in range(size)][rank // ranks]
     replicas = [dist.new_group(range(first, size * ranks, ranks)) for first in range(ranks)][rank % ranks]
     grids = {"language": replicas, "vision": replicas}
     train = module_of(data, make_roles(grids=grids, context_parallel=context, blank_media=blank_media), state, 1)
-    model = torch.nn.parallel.DistributedDataParallel(tower()) if blank_media else tower()
+    model = torch.nn.parallel.DistributedDataParallel(tower()) if parallel == "ddp" else tower()
+    if parallel == "fsdp":
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     loss = torch.zeros(())
     counts = []
     for step in islice(train.train_dataloader(), microbatches):
@@ -404,7 +415,7 @@ def context_parallel_run(
     made = gradients()
     dist.all_reduce(loss)
     for gradient in made.values():
-        dist.all_reduce(gradient) if not blank_media else gradient.mul_(dist.get_world_size())  # DDP has their mean
+        dist.all_reduce(gradient) if not parallel else gradient.mul_(dist.get_world_size())  # which has their mean
     saved = train.state_dict()
     train.close()
     return float(loss), made, counts, saved
@@ -445,8 +456,9 @@ def test_gradients_are_those_of_ranks_with_all_pictures_also_after_a_resume(data
     assert_same_gradients(second[0], one_process(data, slice(6, 10)))
 
 
-def test_blank_media_keep_ddp_going_and_change_no_gradient(data: Path) -> None:
-    found = on_gloo(4, lambda rank: context_parallel_run(rank, data, 2, 4, blank_media=True))
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_blank_media_keep_all_ranks_going_and_change_no_gradient(data: Path, parallel: str) -> None:
+    found = on_gloo(4, lambda rank: context_parallel_run(rank, data, 2, 4, parallel=parallel))
     assert_same_gradients(found[0], one_process(data, slice(0, 4)))
     assert any(0 in counts for *_, counts, _ in found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,11 @@ def test_modules_side_by_side_need_equal_media_in_all_that_they_serve() -> None:
     for level in (served(4), served(4, 4), served(0, 0)):
         made = mimo_inputs({"language": language, "vision": level}, where)
         assert torch.equal(made["input_ids"], language.tokens)
-    with pytest.raises(ConfigurationError, match=r"have 4, 0 tokens .* as many ranks of language"):
+    with pytest.raises(ConfigurationError, match=r"have 4, 0 tokens.* as many ranks of language"):
         mimo_inputs({"language": language, "vision": served(4, 0)}, where)
+    parts = replace(served(4), part_tokens=[{"image": [4, 0, 4], "video": [0, 3, 0]}])
+    with pytest.raises(ConfigurationError, match="have 4, 3, 4 tokens"):
+        mimo_inputs({"language": language, "vision": parts}, where)
+    with pytest.raises(ConfigurationError, match="leave blank_media out"):
+        mimo_inputs({"vision": replace(served(0), blank_media=["pixel_values"])}, where)
     assert mimo_inputs({"vision": served(4, 0)}, where)["input_ids"].shape == (2, 4)

@@ -160,7 +160,7 @@ def test_pipeline_stages_get_their_fields(data: Path) -> None:
     train.close()
     assert (batch.tokens is None, batch.labels is None, batch.position_ids is None) == (False, False, True)
     with pytest.raises(ConfigurationError, match="every rank loads what its role needs"):
-        module(data, roles, balance="global_batch")
+        module(data, roles, validate_each_dataset=True)
 
 
 def test_tokens_that_are_only_counted_stay_on_the_host(data: Path) -> None:
