@@ -170,6 +170,21 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_with_fewer_ranks(
     assert list(read_losses(tmp_path / "run")) == list(range(1, MAX_STEPS + 1))
 
 
+def test_a_validation_that_a_stop_prevented_comes_after_the_resume(dataset: Path, tmp_path: Path) -> None:
+    settings = ("train.max_steps=3", "validation.generate=false", "validation.interval=2", "checkpoint.interval=0")
+    undisturbed = configuration(dataset, tmp_path / "undisturbed", *settings)
+    train(undisturbed, 1)
+    config = configuration(dataset, tmp_path / "run", *settings)
+    results, _ = train(config, 1, disturb=after_step(2, 0, signal.SIGTERM))
+    assert results[0].stopped
+    metrics, expected = (Path(one.run_dir, "metrics.jsonl") for one in (config, undisturbed))
+    assert "validation_loss" not in metrics.read_text()
+    assert not Path(config.run_dir, "report-samples").exists()
+    train(config, 1, resume=True)
+    assert metrics.read_text() == expected.read_text()
+    assert expected.read_text().count("validation_loss") == 2
+
+
 def test_a_run_that_loses_a_rank_goes_on_from_its_last_checkpoint(
     dataset: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, list[list[str]]]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from made import made_once
 
 from energon_bridge import SampleDecoder, get_savable_loader, get_train_dataset, get_val_dataset
-from energon_bridge.core.loader.saved_run import read_lanes
+from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.loader.saved_run import read, read_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.worker_config import WorkerConfig
-from energon_bridge.tools.forecast.planned_run import run_of_mix
+from energon_bridge.tools.forecast.planned_run import run_of_mix, spec_of_state
 from energon_bridge.tools.forecast.samples import assumption
 from energon_bridge.tools.testing import create_captioning_test_dataset
 
@@ -322,6 +324,15 @@ def test_what_cannot_be_named_is_refused_by_name(data: Path, tmp_path: Path) -> 
     assert "either --step or --microbatch" in refusal_of("which", *every)
     assert "--batch-size" in refusal_of("which", data / "a", "--step", 4)
     assert "identity" in refusal_of("which", *every, "--step", 4, "--mix", data / "b")
+
+
+def test_a_pass_of_a_program_for_megatron_energon_is_refused_as_such(data: Path) -> None:
+    (loader,) = ranks_of(get_val_dataset(data / "a", batch_size=2, worker_config=config_of(1, 0)), 1)
+    next(iter(loader))
+    saved = read(loader.save_state_rank())
+    of_drop_in = replace(saved, settings={**saved.settings, "dp_size": 1, "num_workers": 2, "limit": None})
+    with pytest.raises(ConfigurationError, match="validation pass of a program written for megatron-energon"):
+        spec_of_state(of_drop_in, world_size=1)
 
 
 def test_a_dataset_that_changed_and_a_mix_that_changed(data: Path, tmp_path: Path) -> None:
