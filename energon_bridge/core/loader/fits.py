@@ -97,7 +97,8 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
             + "\n".join(f"  {line}" for line in difference)
             + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
             "names of auxiliary stores. Restore the data and weights that the run started with, resume with "
-            f'on_mismatch="adapt"{called("on_mismatch")} to continue with the new mix, or start a new run'
+            f'on_mismatch="adapt"{called("on_mismatch")} to continue with the new mix (a dataset whose content changed '
+            "begins its epoch again), or start a new run"
         )
     return difference + of_the_mix
 

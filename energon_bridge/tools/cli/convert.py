@@ -297,6 +297,8 @@ def _layout(
     if of_rows.ignored or of_rows.question:
         proposed = propose_layout([by_options(row, of_rows) for row in rows])
     layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking)
+    if of_rows.question is not None and hasattr(source, "prompt"):
+        raise ConfigurationError("--question is not for lists of speech: write the question about sounds as --prompt")
     if of_rows.question is not None and not layout.is_crude:  # by an answer to a question of ours
         raise ConfigurationError(f"--question makes conversations, which a {layout.sample_type} is not.")
     given = of_rows.answers_as or (answers_of(rows) if layout.is_crude else None)

@@ -26,6 +26,7 @@ import numpy as np
 from energon_bridge.core.errors import DecodeError, SourceError
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.av.media_file import import_av
+from energon_bridge.models.conversations.questions import template_columns, with_texts
 from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import BESIDE_PAIRS, CONVERSATIONS, PAIRS, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
@@ -143,7 +144,7 @@ class SpeechSource(TableSource):
                     f"the text is a translation ({shown(text)}), and the question {PROMPT!r}: give another, such as "
                     "--prompt 'Translate the speech into German.', for a list of one language."
                 )
-            asked = [{"type": "audio"}, {"type": "text", "text": self.prompt}]
+            asked = [{"type": "audio"}, {"type": "text", "text": _asked(self.prompt, entry)}]
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
             values["messages"] = turns
             return Row(where=where, values=values, files={"audios": (sound,)}, named={_FILE: [entry[_FILE]]})
@@ -205,6 +206,16 @@ def _seconds(entry: Mapping[str, Any], name: str) -> float | None:
         if 0 <= (seconds := float(value)) < float("inf"):
             return seconds
     raise SourceError(f"`{name}` is {str(value)[:60]!r}, expected seconds.")
+
+
+def _asked(prompt: str, entry: Mapping[str, Any]) -> str:
+    """Return the question about a sound, with the texts of columns in braces. Raises SourceError if one has none."""
+    columns = template_columns(prompt)
+    if lost := next(
+        (name for name in columns if not isinstance(entry.get(name), str | int) or entry[name] == ""), None
+    ):
+        raise SourceError(f"--prompt needs a text in `{lost}`, which is {str(entry.get(lost))[:60]!r}.")
+    return with_texts(prompt, {name: str(entry[name]) for name in columns}) if columns else prompt
 
 
 def as_speech(source: Source, media: Path | None, prompt: str) -> SpeechSource | None:

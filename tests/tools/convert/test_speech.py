@@ -177,6 +177,24 @@ def test_questions_of_a_manifest_and_of_the_flag(tmp_path: Path) -> None:
     assert "--prompt is for speech" in refusal_of("convert", tmp_path / "n.jsonl", tmp_path / "o", "--prompt", "x")
 
 
+def test_questions_may_have_columns(tmp_path: Path) -> None:
+    entries = [
+        {"audio_filepath": f"{n}.wav", "text": f"t{n}", "lang": lang} for n, lang in enumerate(("German", "Thai"))
+    ]
+    for entry in entries:
+        written(tmp_path / entry["audio_filepath"], 1.0)
+    manifest = lines(tmp_path / "m.json", entries)
+    convert(manifest, tmp_path / "out", "--prompt", "Transcribe the {lang} speech.")
+    assert sorted(said(one) for one in delivered(tmp_path / "out")) == [
+        ("Transcribe the German speech.", "t0"),
+        ("Transcribe the Thai speech.", "t1"),
+    ]
+    told = refusal_of("convert", manifest, tmp_path / "o", "--prompt", "In {language}?", "--split-ratio", "1,0,0")
+    assert "--prompt needs a text in `language`, which is 'None'" in told
+    told = refusal_of("convert", manifest, tmp_path / "o", "--question", "In {lang}?", "--split-ratio", "1,0,0")
+    assert "write the question about sounds as --prompt" in told
+
+
 @pytest.mark.parametrize("keys", [{"source_lang": "en", "target_lang": "de"}, {"taskname": "s2t_translation"}])
 def test_translations_ask_for_a_question(keys: dict[str, str], tmp_path: Path) -> None:
     """Canary's manifests."""
