@@ -441,7 +441,8 @@ def test_images_that_only_late_entries_have_are_files_too(tmp_path: Path, media:
     stored = members(converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN))
     names = ["red.png", "blue.png"]
     assert [stored[f"000000120.{n}.png"] for n in (0, 1)] == [(media / name).read_bytes() for name in names]
-    assert json.loads(stored["000000120.json"]) == {"instruction": "a", "input": "", "output": "b"}
+    said = {"instruction": "a", "input": "", "output": "b", "files": names}
+    assert json.loads(stored["000000120.json"]) == said
 
 
 def test_frames_as_videos_are_refused_by_name(tmp_path: Path, media: Path) -> None:

@@ -53,6 +53,8 @@ def is_held_out(column: str, value: Any) -> bool | None:
     if flag is None:
         is_number = column.lower() in _NUMBERED and str(value) in ("0", "1", "2", "3")
         return str(value) != "0" if is_number else says_held_out(value) if isinstance(value, str) else None
+    if re.fullmatch(_HELD, flag[0]) and str(value).strip().lower() not in ("true", "false"):
+        return None  # `val` may be short for a value
     is_set = _truth(value)
     return None if is_set is None else is_set is not (flag[1] or "").startswith("train")
 
@@ -118,7 +120,7 @@ _IF_SET = re.compile(
     r"|dropped|cancel{1,2}ed|corrupt(?:ed)?|broken|incorrect)|discard|is_(?:invalid|bad|wrong)"
 )
 _IF_NOT_SET = re.compile(
-    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include"
+    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include|is_safe"
 )
 _WEIGHTS = re.compile(r"(?:(?:sample|example|row|data|train|training|loss)_)?weight|loss(?:_scale|_mask)?")
 """Numbers that say how much a sample or turn counts for the loss: 0, and it is not learned."""

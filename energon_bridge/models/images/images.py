@@ -56,7 +56,14 @@ from energon_bridge.core.registry import load
 from energon_bridge.core.samples import streaming
 from energon_bridge.core.samples.stacking import UNALIGNED, Slab
 from energon_bridge.core.storage import ByteRange
-from energon_bridge.models.images.jpeg import ON_ITS_SIDE, ORIENTATION, can_scale, jpeg_orientation, plain_jpeg
+from energon_bridge.models.images.jpeg import (
+    ON_ITS_SIDE,
+    ORIENTATION,
+    can_scale,
+    jpeg_orientation,
+    jpeg_profile,
+    plain_jpeg,
+)
 
 # An image over the limit is an error that names it; Pillow's warning, of the same limit, names nothing.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
@@ -280,6 +287,8 @@ def _turbo_header(
         if form.autorotate:
             return None
         _say("turned", part)
+    if _is_news("colours", part) and _is_other_profile(jpeg_profile(data)):
+        _say("colours", part)
     target = form.target if form.target is not None and can_scale(data) else None
     return _scaled(height, width, target), colorspace
 
@@ -387,6 +396,8 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
             opened.draft(None, (width, height))
         if _is_news("several", part) and _has_several(image, data):
             _say("several", part)
+        if _is_news("colours", part) and _has_other_colours(image, data):
+            _say("colours", part)
         image.load()  # only now does an ICNS image know whether it has alpha
         if orientation != 1:
             image = ImageOps.exif_transpose(image)
@@ -452,6 +463,9 @@ _NEWS = {
     "turned": "are turned by their EXIF or XMP orientation, which is not applied; viewers apply it, and so does "
     "transformers to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, "
     "ChatConfig or MultiModalTaskEncoder (data.autorotate=true in the training script)",
+    "colours": "have a colour profile, a gamma or a transfer of their own (Adobe RGB, Display P3, HDR), which is not "
+    "applied, nor is it by transformers: the model sees their numbers as if they were sRGB. If that matters, convert "
+    "them to sRGB before training",
     "several": "have several pages or frames, of which the first is taken. Write the others as images, or as a video",
     "wide": "have values of 16 or 32 bits, which Pillow clips to 0 to 255, so most pixels become white or black. Scale "
     "them to 8 bits before training, or, for PNGs, decode with image_backend='torchcodec', which scales them",
@@ -468,6 +482,29 @@ def _say(what: str, part: str) -> None:
     if _is_news(what, part):
         _warned.add((what, part.rpartition(".")[2]))
         logger.warning("images in part %r %s", part, _NEWS[what])
+
+
+def _has_other_colours(image: Image.Image, data: bytes | bytearray | memoryview) -> bool:
+    """Return whether an opened image says that its colours are not those of sRGB, nor grey."""
+    if image.format == "PNG":
+        gamma = image.info.get("gamma")
+        is_other = gamma is not None and "srgb" not in image.info and abs(gamma - 1 / 2.2) > 0.01
+        transfer = bytes(data[:_HEAD]).partition(b"cICP")[2][1:2]
+        if is_other or (transfer and transfer not in _LIKE_SRGB):
+            return True
+    return _is_other_profile(image.info.get("icc_profile") or b"")
+
+
+def _is_other_profile(profile: bytes) -> bool:
+    """Return whether a colour profile is neither that of sRGB, by its name, nor of greys."""
+    names = (b"sRGB", "sRGB".encode("utf-16-be"))
+    is_profile = profile[36:40] == b"acsp"
+    return is_profile and profile[16:20] != b"GRAY" and not any(map(profile.__contains__, names))
+
+
+_HEAD = 1024
+_LIKE_SRGB = (bytes([1]), bytes([6]), bytes([13]), bytes([14]), bytes([15]))
+"""Transfers of cICP that are near to that of sRGB: BT.709, 601, 2020, and itself (ITU-T H.273, table 3)."""
 
 
 def _has_several(image: Image.Image, data: bytes | bytearray | memoryview) -> bool:

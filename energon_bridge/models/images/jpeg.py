@@ -29,6 +29,7 @@ _PARSED = {_APP0: 14, _APP2: 16, _APP14: 14}  # sizes of segments of which Pillo
 ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 """EXIF's tag of orientation, and those of its values that swap width and height."""
 _EXIF = b"Exif\0\0"
+_ICC = b"ICC_PROFILE\0"  # followed by the number of the segment, and how many there are
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
 _WHOLE = {3: "H", 4: "I"}  # kinds of entries of EXIF that are whole numbers
@@ -101,6 +102,12 @@ def jpeg_orientation(data: bytes | bytearray | memoryview) -> int:
     if value is None and (tag := _XMP_ORIENTATION.search(xmp)):
         value = int(tag[1])
     return value if value is not None and 1 <= value <= 8 else 1
+
+
+def jpeg_profile(data: bytes | bytearray | memoryview) -> bytes:
+    """Return the beginning of the colour profile in a JPEG; empty: it has none."""
+    segments = (bytes(data[begin:end]) for _, begin, end in _segments(data, (_APP2,)))
+    return next((one[len(_ICC) + 2 :] for one in segments if one.startswith(_ICC)), b"")
 
 
 def _segments(data: bytes | bytearray | memoryview, markers: Collection[int]) -> list[tuple[int, int, int]]:

@@ -99,7 +99,8 @@ def _remedy(dataset: PreparedDataset, error: str) -> str:
     if isinstance(dataset, (JsonlDataset, ForeignDataset)):
         return "Correct the line or row in its file. Training leaves it out, and counts it."
     return _REMEDIES.get(
-        error, f"Repair the sample in its source, and convert or prepare again; to leave it out, {LEAVE_OUT}."
+        error,
+        f"Repair the sample in its source, and convert (--overwrite) or prepare again; to leave it out, {LEAVE_OUT}.",
     )
 
 

@@ -80,6 +80,7 @@ class Measured:
     """The result of all runs; `load_average` is that of the machine before them, `workers` the fewest that suffice.
 
     `cluster` is a run with the most workers on a Ray cluster, if it was asked for, and `cluster_limit` its limit.
+    `mix` and `batch_size` say what was measured.
     """
 
     cores: int
@@ -91,6 +92,8 @@ class Measured:
     advice: str
     cluster: Rate | None = None
     cluster_limit: str | None = None
+    mix: str = ""
+    batch_size: int = 0
 
 
 @click.command("bench")
@@ -202,6 +205,8 @@ def bench(
         advice=advice,
         cluster=cluster,
         cluster_limit=None if cluster is None else judge_cluster(cluster, rates[-1]),
+        mix=mix,
+        batch_size=options["batch_size"],
     )
 
 

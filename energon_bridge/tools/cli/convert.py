@@ -159,7 +159,7 @@ def command(
     folder of Kaldi, or a WebDataset to be sharded or shuffled again.
     Media are copied as they are, unless --max-pixels or --quality says otherwise.
 
-    Run again after a kill, it continues; if the source grew, it adds the new samples.
+    Run again after a kill, it continues; if the source grew at its end, it adds shards of the new samples.
 
     \b
     energon convert llava.json data/llava --media images

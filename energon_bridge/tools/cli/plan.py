@@ -102,7 +102,7 @@ def command(
 
     Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
-    rates = None if measured is None else _rates_of(measured)
+    rates = None if measured is None else _rates_of(measured, mix, options["batch_size"])
     if rates is not None:
         cpu_per_sample = cpu_per_sample or 1e6 * rates[0]["cpu_per_sample"]
         batch_bytes = batch_bytes or int(rates[0]["batch_bytes"])
@@ -164,15 +164,23 @@ def command(
         click.echo(line)
 
 
-def _rates_of(path: str) -> list[dict[str, float]]:
-    """Return the rates that `energon bench --json` wrote, by number of workers."""
+def _rates_of(path: str, mix: str, batch_size: int) -> list[dict[str, float]]:
+    """Return the rates that `energon bench --json` wrote, by number of workers; those of another mix are named."""
     try:
-        rates: list[dict[str, float]] = json.loads(Path(path).read_text())["rates"]
+        measured: dict[str, Any] = json.loads(Path(path).read_text())
+        rates: list[dict[str, float]] = measured["rates"]
         missing = {"samples_per_batch", "trainer_memory"} - rates[0].keys()
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise click.UsageError(f"{path} is not what `energon bench --json` prints ({error!r})") from error
     if missing:
         raise click.UsageError(f"{path} was written by an older version of `energon bench`: run it again")
+    if (size := measured.get("batch_size", batch_size)) != batch_size:
+        raise click.UsageError(
+            f"{path} was measured with --batch-size {size}, and the run has {batch_size}: bytes and memory are of "
+            f"a batch. Measure it: energon bench {mix} --batch-size {batch_size} --json"
+        )
+    if (of := measured.get("mix", mix)) != mix:
+        click.echo(f"{path} was measured with {of}: costs, bytes and memory are those of its samples", err=True)
     return sorted(rates, key=lambda rate: rate["workers"])
 
 

@@ -292,7 +292,10 @@ def _change(before: ShardRecord, job: ShardJob) -> str:
     )
     if moved:
         return f"begins to differ at the key {moved[0][0]!r}, where {moved[0][1]!r} is now"
-    return "was made of other content: rows, or the content, time or path of files, have changed"
+    return (
+        "was made of other content: rows, or the content, time or path of files, have changed, or an earlier version "
+        "made it"
+    )
 
 
 def _says_nothing(data: bytes) -> bool:

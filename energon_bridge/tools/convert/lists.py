@@ -111,13 +111,13 @@ class TableSource:
                 return conversation_row(entry, where, self._media)
             values = dict(entry)
             files = {}
-            named: list[str] = []
+            named = {}
             for column in media_columns(entry, self._columns):
                 value = values.pop(column, None)
                 if value is not None and value != "":
                     files[column] = as_files(value, self._media, column)
-                    named += names_of_files(value)
-            return Row(where=where, values=values, files=files, named=tuple(named))
+                    named[column] = names_of_files(value)
+            return Row(where=where, values=values, files=files, named=named)
 
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample to be read; raises SkipSample for one that is not preferred."""
@@ -842,7 +842,7 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
             taken = (
                 *CONVERSATIONS,
                 *SEVERAL,
-                *KNOWN_BESIDE,
+                *(KNOWN_BESIDE - {"label", "objects"}),
                 *row.files,
                 *(pair or ()),
                 *(name for name in row.values if row.files and segment_meaning(name) is not None),

@@ -215,14 +215,14 @@ MediaRoot = Path | Store
 class Row:
     """One row of a source: plain values and files by column. `where` is its place, for errors; no key: its number.
 
-    `named` are the files as the row names them, by which people find the source of a sample.
+    `named` are the files of each column as the row names them, by which people find the source of a sample.
     """
 
     where: str
     values: dict[str, Any]
     files: dict[str, Content | tuple[Content, ...]]
     key: str | None = None
-    named: tuple[str, ...] = ()
+    named: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,8 +408,9 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
                 raise SourceError(f"{row.where}: `{access}` is {value!r}, which does not fit the field `{name}`.")
             values = {**values, column: fitted}
         fields[name] = f"json[{column}]{bracket}{steps}"
-    if row.named and "files" not in values:
-        values = {**values, "files": row.named}
+    own = [name for column, of_column in row.named.items() if column not in layout.ignored for name in of_column]
+    if own and "files" not in values:
+        values = {**values, "files": own}
     if values:
         data = json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=_not_plain(row))
         try:

@@ -134,7 +134,7 @@ class SpeechSource(TableSource):
             sound = self._sound(entry)
             values = {name: value for name, value in entry.items() if name not in _TAKEN}
             if any(name in entry for name in CONVERSATIONS) or find_pair(entry) is not None:
-                return Row(where=where, values=values, files={"audios": (sound,)}, named=(entry[_FILE],))
+                return Row(where=where, values=values, files={"audios": (sound,)}, named={_FILE: [entry[_FILE]]})
             text = entry.get("text")
             if not isinstance(text, str):
                 raise SourceError(f"`text` is {str(text)[:60]!r}, expected what is said in the sound.")
@@ -146,7 +146,7 @@ class SpeechSource(TableSource):
             asked = [{"type": "audio"}, {"type": "text", "text": self.prompt}]
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
             values["messages"] = turns
-            return Row(where=where, values=values, files={"audios": (sound,)}, named=(entry[_FILE],))
+            return Row(where=where, values=values, files={"audios": (sound,)}, named={_FILE: [entry[_FILE]]})
 
     def _sound(self, entry: Mapping[str, Any]) -> SoundPart:
         path = entry.get(_FILE)

@@ -271,6 +271,48 @@ def test_turned_images_are_named_whatever_turns_them(kind, caplog):
     images_module._warned.clear()
 
 
+def profile(name: bytes, space: bytes = b"RGB ") -> bytes:
+    """Return the head of a colour profile, as ICC.1 lays it out, and its name."""
+    return bytes(16) + space + bytes(16) + b"acsp" + bytes(88) + name
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize(
+    ("icc", "is_other"),
+    [
+        (profile(b"Adobe RGB (1998)"), True),
+        (profile("Display P3".encode("utf-16-be")), True),
+        (profile(b"sRGB IEC61966-2.1"), False),
+        (profile("sRGB built-in".encode("utf-16-be")), False),
+        (profile(b"Dot Gain 20%", b"GRAY"), False),
+        (bytes(300), False),
+    ],
+)
+@pytest.mark.parametrize("form", ["rgb8", "torchrgb8"])
+def test_images_with_other_colours_are_named_once(kind, icc, is_other, form, caplog):
+    images_module._warned.clear()
+    for _ in range(2):
+        decode(encoded(picture(40, 26), kind, icc_profile=icc), form)
+    assert sum("as if they were sRGB" in message for message in caplog.messages) == is_other
+    images_module._warned.clear()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "content", "is_other"),
+    [
+        (b"gAMA", struct.pack(">I", 100_000), True),  # linear light
+        (b"gAMA", struct.pack(">I", 45_455), False),
+        (b"cICP", bytes([9, 16, 0, 1]), True),  # PQ
+        (b"cICP", bytes([1, 13, 0, 1]), False),
+    ],
+)
+def test_pngs_with_a_gamma_or_hdr_are_named(chunk, content, is_other, caplog):
+    images_module._warned.clear()
+    decode(png_with(chunk, content, before=b"IDAT"), "rgb8")
+    assert sum("as if they were sRGB" in message for message in caplog.messages) == is_other
+    images_module._warned.clear()
+
+
 TAGS = st.lists(
     st.tuples(
         st.sampled_from([0x010F, 0x0112]),

@@ -89,12 +89,11 @@ def test_every_split_and_its_json(data: Path) -> None:
     )
     assert lint(data, "--split-parts", "train")[0] == 0
     remedy = (
-        "Repair the sample in its source, and convert or prepare again; to leave it out, add it as SHARD/KEY to `ex"
+        "Repair the sample in its source, and convert (--overwrite) or prepare again; to leave it out, add it as "
+        "SHARD/KEY to `exclude` of split.yaml."
     )
     assert remedy in problem["remedy"]
-    assert (
-        f"1 problem: {remedy}clude` of split.yaml.\nFailed: 1 problem in 12 samples.\n" in energon("lint", data).output
-    )
+    assert f"1 problem: {remedy}\nFailed: 1 problem in 12 samples.\n" in energon("lint", data).output
 
 
 def test_tasks_share_the_shards_out(tmp_path: Path) -> None:

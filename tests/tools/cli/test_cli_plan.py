@@ -96,6 +96,13 @@ def test_one_table_says_what_a_run_needs(data: Path, tmp_path: Path) -> None:
     assert row(said, "memory  ") == ["400.0 MiB", "3.1 GiB"]
     assert row(said, "memory that a worker adds") == ["20.0 MiB"]
     assert answer(*asked, "--num-workers", 0)["needs"]["memory"] == 300 << 20
+    of = {"rates": rates, "mix": str(data / "a"), "batch_size": 2}
+    bench.write_text(json.dumps(of))
+    assert "was measured with" not in energon(*asked).output
+    bench.write_text(json.dumps(of | {"mix": "s3://pics/b"}))
+    assert "was measured with s3://pics/b" in energon(*asked).output
+    bench.write_text(json.dumps(of | {"batch_size": 16}))
+    assert "was measured with --batch-size 16, and the run has 2" in refusal_of(*asked, code=2)
     bench.write_text("[]")
     assert "is not what `energon bench --json` prints" in refusal_of(*asked, code=2)
     bench.write_text(json.dumps({"rates": [{"workers": 0}]}))

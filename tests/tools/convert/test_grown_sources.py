@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from commands import refusal_of
-from sources import content, convert, converted, llava, members, meta, picture, read, refused
+from commands import energon, refusal_of
+from sources import QUIETLY, content, convert, converted, llava, members, meta, picture, read, refused
 
+from energon_bridge.core.errors import MetadataError
 from energon_bridge.core.format.nvmeta import read_info
 from energon_bridge.core.storage import open_store
 
@@ -418,3 +421,37 @@ def test_names_in_other_capitals_are_named(tmp_path: Path) -> None:
     (tmp_path / "Blue Cup 7 (Big).JPG").write_bytes(picture(0))
     (tmp_path / "list.csv").write_text("image,caption\nblue cup 7 (big).jpg,cup\n")
     assert f"There is {tmp_path}/Blue Cup 7 (Big).JPG" in refused(tmp_path / "list.csv", tmp_path / "out")
+
+
+def test_stopped_at_each_file_while_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is the dataset before or the one after, or it is refused by name; edits stay, wherever it stops."""
+    source = listed(tmp_path / "in/list.csv", 0, 8)
+    flags = ("--samples-per-shard", 3, "--split-ratio", "1,0,0")
+    before = converted(source, tmp_path / "before", *flags)
+    edit(before, "split.yaml", exclude=["train/00000.tar/000000001"])
+    edit(before, "dataset.yaml", field_map={"image": "jpg", "caption": "json[title]"})
+    listed(source, 0, 14)
+    shutil.copytree(before, tmp_path / "after")
+    whole = content(converted(source, tmp_path / "after", *flags))
+    replace, calls, stop_at = os.replace, 0, 0
+
+    def stop(old: str, new: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", stop)
+    for stop_at in range(1, 100, 2):
+        out, calls = tmp_path / str(stop_at), 0
+        shutil.copytree(before, out)
+        if energon("convert", source, out, *QUIETLY, *flags).exit_code == 0:
+            break
+        if (out / ".nv-meta/.info.json").exists():
+            with suppress(MetadataError):  # the split file is newer than the counts of shards
+                assert len({one.caption[0] for one in read(out)}) in (7, 13)
+        calls = 100
+        converted(source, out, *flags)
+        assert content(out) == whole
+    assert stop_at > 10

@@ -481,3 +481,5 @@ def test_classes_may_have_names_of_kinds_of_files(tmp_path: Path) -> None:
 def test_options_of_parts_beside_a_question_are_said_to_be_unused(tmp_path: Path) -> None:
     path = written(tmp_path, [{"image": "a.png", "question": "What?", "answer": "x", "system": "s", "fps": 2}])
     assert "not used: fps" in convert(path, tmp_path / "out", *ALL)
+    path = written(tmp_path, [talk(label=3, objects=[])])
+    assert "not used: label" in convert(path, tmp_path / "others", *ALL)

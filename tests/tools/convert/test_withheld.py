@@ -241,6 +241,7 @@ MARKS: list[tuple[str, Any, Any]] = [
     ("was_cancelled", False, True),
     ("keep", True, False),
     ("approved", 1, 0),
+    ("is_safe", True, False),
     ("correct", True, False),
 ]
 UNLEARNED: list[tuple[str, Any, Any]] = [
@@ -334,6 +335,7 @@ def test_turns_that_were_rejected_are_refused(
         {"correct": 0},
         {"fold": 3},
         {"mask": "User"},
+        {"val": 1},
     ],
 )
 def test_other_marks_say_nothing(beside: dict[str, Any], tmp_path: Path) -> None:
