@@ -77,7 +77,7 @@ class VisionLanguageModule(LightningModule):
         self.config = config
         self.feedback: MixFeedback | None = None
         self.last_loss: Tensor | None = None  # summed over the tokens of the microbatch
-        self.last_mean_loss: Tensor | None = None
+        self.last_row_losses: Tensor | None = None  # means over the tokens of each row; NaN where there are none
         self.step_scale: Tensor | float = 1.0
         self._step_tokens: Tensor | None = None
         self.predictions: list[Prediction] = []
@@ -110,7 +110,7 @@ class VisionLanguageModule(LightningModule):
             loss = loss + sum(0.0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad)
         self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         self.last_loss = loss.detach()
-        self.last_mean_loss = self.last_loss / tokens.clamp(min=1.0)
+        self.last_row_losses = (losses * mask).sum(1).detach() / mask.sum(1)
         if self.feedback is not None:
             record_losses(self.feedback, batch, losses)
         return loss

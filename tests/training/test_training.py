@@ -228,6 +228,25 @@ def test_sigterm_saves_and_leaves_and_the_run_goes_on(
     assert hexes(smoke.run_dir) == hexes(finished[0].run_dir)
 
 
+def test_the_report_has_the_losses_of_single_samples(tmp_path: Path) -> None:
+    """They are those of microbatches of one sample, of a model that does not change."""
+    few = create_captioning_test_dataset(tmp_path / "few", num_train=6, num_val=3)
+    of_each: list[dict[str, float]] = []
+    for size in (1, 2):
+        own = (f"data.micro_batch_size={size}", "optimizer.lr=1e-12", "train.max_steps=3", "validation.limit_batches=0")
+        config = configuration(few, tmp_path / f"run{size}", *own)
+        training.run(config)
+        text = Path(config.run_dir, "report.html").read_text()
+        (data,) = re.findall(r'preview\.take\("meta",null,(.*)\);\n</script>', text)
+        rows = dict(json.loads(data)["run"]["sections"])["Highest losses, and their samples"][0]["rows"]
+        assert all(len(row[-1]["keys"]) == len(row[-1]["links"]) == 1 for row in rows)
+        of_each.append({row[-1]["keys"][0]: float(row[0]) for row in rows})
+    alone, together = of_each
+    assert len(alone) == 6
+    assert together == pytest.approx(alone, abs=2e-4)
+    assert len(set(together.values())) > 1
+
+
 def test_a_mix_has_a_validation_loss_for_each_dataset(
     dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

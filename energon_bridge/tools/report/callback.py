@@ -92,7 +92,7 @@ class RunReport(Callback):
             loss = None
         # Lightning divides what training_step returns by the microbatches of a step.
         scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        of_batch = getattr(pl_module, "last_mean_loss", None)  # of the training script, which returns sums
+        of_batch = getattr(pl_module, "last_row_losses", None)  # of the training script, which returns sums
         of_batch = of_batch if of_batch is not None or loss is None else loss * scale
         recorder.microbatch(loader, batch, step if ended else step + 1, of_batch)
         if loss is not None and self.losses is None:

@@ -255,7 +255,8 @@ def _highest(ranks: Sequence[RankSummary], folder: Path, spec: DatasetSpec | Non
     table = _table(("loss", "step", "rank", "above usual", "samples"), lines, right=(0, 1, 2, 3))
     return [
         table,
-        f"The microbatches whose losses lie furthest above the usual one, the median of the {USUAL} before them. {said}"
+        "The samples or packs (microbatches, where only the losses of these are known) whose losses lie furthest above "
+        f"the usual one, the median of the {USUAL} microbatches before them. {said}"
         "Pages of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a sample: energon preview "
         "DATASET --key KEY --html look.",
     ]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import islice
 from operator import itemgetter
 from typing import Any, Self
 
@@ -131,8 +132,9 @@ class RunRecorder:
         seconds, waited: Time spent training, and that spent waiting for data.
         slowest: The slowest microbatches: seconds, whether these are what it took to make it (else: to wait for it),
             the step, its number since this process began, its keys, and the rank that ran it; as a heap.
-        highest: The microbatches with the highest losses for their time: how far the loss lies above the median of the
-            `USUAL` before it, the loss, the step, its number, its keys, the rank, and restore keys of its samples.
+        highest: The rows, or microbatches, with the highest losses for their time: how far the loss lies above the
+            median of the `USUAL` microbatches before it, the loss, the step, the microbatch's number, its keys, the
+            rank, and restore keys of its samples.
         validation, rate: Curves of the losses of validations, and of the learning rate.
     """
 
@@ -176,7 +178,7 @@ class RunRecorder:
     def microbatch(self, loader: EnergonDataloader | None, batch: Any, step: int, loss: Tensor | None = None) -> None:
         """Record the microbatch that the loader has just delivered, for the optimizer step with this number.
 
-        Its loss may be on a device.
+        Its loss, or those of its rows, may be on a device.
         """
         if loader is None:
             return
@@ -200,10 +202,10 @@ class RunRecorder:
             self.microbatch_loss(batch, step, loss, number)
 
     def microbatch_loss(self, batch: Any, step: int, loss: Tensor, number: int) -> None:
-        """Record the loss of a microbatch of a step, the `number`-th of this process; NaN: it has none."""
-        self._pending_batches.append(
-            (loss.detach().reshape(()), step, number, _keys(batch), _field(batch, "__restore_key__"))
-        )
+        """Record the loss of a microbatch of a step, the `number`-th of this process, or of each row; NaN: none."""
+        losses = loss.detach().reshape(-1)
+        keys = _keys(batch, most=_MOST_KEYS if losses.numel() == 1 else losses.numel())
+        self._pending_batches.append((losses, step, number, keys, _field(batch, "__restore_key__")))
         if len(self._pending_batches) >= _LOSSES_AT_ONCE:
             self._flush_batches()
 
@@ -268,20 +270,26 @@ class RunRecorder:
         pending = self._pending_batches
         self._pending_batches = []
         if pending:
-            values = torch.stack([loss.float() for loss, *_ in pending]).tolist()
+            values = iter(torch.cat([losses.float() for losses, *_ in pending]).tolist())
             latest: list[Any] = []
-            for value, entry in zip(values, pending, strict=True):
-                if math.isfinite(value):
-                    above = value - statistics.median(self._before or [value])
-                    _, step, number, keys, key = entry
-                    latest.append((above, value, step, number, keys, self._rank, key))
-                    self._before.append(value)
+            for losses, step, number, keys, key in pending:
+                rows = list(islice(values, losses.numel()))
+                if finite := [value for value in rows if math.isfinite(value)]:
+                    usual = statistics.median(self._before or finite)
+                    for row, value in enumerate(rows):
+                        if math.isfinite(value):
+                            place = row if len(rows) > 1 else None
+                            latest.append((value - usual, value, step, number, keys, self._rank, (key, place)))
+                    self._before.append(statistics.fmean(finite))
             highest = heapq.nlargest(MOST_SLOW, [*self.highest, *latest], key=itemgetter(slice(6)))
             # Only of these few is the key read.
-            self.highest = [
-                one if isinstance(one[6], list) else (*one[:4], self._named(one[4], one[6]), one[5], _samples(one[6]))
-                for one in highest
-            ]
+            self.highest = [one if isinstance(one[6], list) else self._read(one) for one in highest]
+
+    def _read(self, entry: Any) -> HighLoss:
+        """Return an entry with the samples of its microbatch, or of its row."""
+        *before, keys, rank, (key, row) = entry
+        part = slice(None) if row is None else slice(row, row + 1)
+        return (*before, self._named(keys, key)[part], rank, _samples(key, part))
 
     def _named(self, keys: list[str], key: Any) -> list[str]:
         """Return the keys of the rows of a batch, in a mix with the datasets that their samples are of."""
@@ -447,22 +455,23 @@ def _field(batch: Any, name: str) -> Any:
     return batch.get(name) if isinstance(batch, dict) else getattr(batch, name, None)
 
 
-def _keys(batch: Any) -> list[str]:
+def _keys(batch: Any, most: int = _MOST_KEYS) -> list[str]:
     keys = _field(batch, "__key__")
     if keys is None:
         return []
     keys = [keys] if isinstance(keys, str) else list(keys)
-    more = [f"and {len(keys) - _MOST_KEYS} more"] if len(keys) > _MOST_KEYS else []
-    return [str(key)[:_MOST_KEY] for key in keys[:_MOST_KEYS]] + more
+    more = [f"and {len(keys) - most} more"] if len(keys) > most else []
+    return [str(key)[:_MOST_KEY] for key in keys[:most]] + more
 
 
-def _samples(key: Any) -> list[SampleKey]:
-    """Return the keys of the first samples of a batch by its restore key; none if it is not of this package."""
+def _samples(key: Any, part: slice) -> list[SampleKey]:
+    """Return the keys of the first samples in rows of a batch by its restore key; none if it is of something else."""
     try:
         named = read_key(key)
     except LookupError:
         return []
-    return list(named.samples[:_MOST_KEYS])
+    rows = named.rows[part] if isinstance(named, BatchKey) else (named,)
+    return [sample for row in rows for sample in row.samples][:_MOST_KEYS]
 
 
 def _datasets(loader: Any, spec: DatasetSpec) -> Iterator[DatasetRow]:
