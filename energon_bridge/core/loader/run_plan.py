@@ -33,13 +33,14 @@ _FEWEST_GROUPS = 4
 
 
 PACKING_BUFFERS = "packing_buffers"
-PACK_LIMITS = "pack_limits"
 """The number of packing buffers of a run: of small data there are fewer than lanes (`stream/dealt_packs.py`)."""
+PACK_LIMITS = "pack_limits"
+"""What the packs of the encoder's `Packer` hold at most, as a text."""
 ORDER_SETTINGS = frozenset(
     (
         *("seed", "batch_size", "batch_drop_last", "grouped", "packing_buffer_size", PACKING_BUFFERS),
         *("max_tokens_per_microbatch", "max_samples_per_sequence", "shuffle_buffer_size", "parallel_shard_iters"),
-        *("shuffle", "mode", "buckets", "schedule", "unit", "unit_values"),
+        *("shuffle", "mode", "buckets", "schedule", "unit", "unit_values", "first_packs", PACK_LIMITS),
     )
 )
 """What `plan_run` records of the order; the other settings of states say what samples become (pixels, the day)."""
