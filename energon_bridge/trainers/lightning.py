@@ -179,7 +179,7 @@ class GlobalBatches(Callback):
             return
         sizes = f"global_batch_size={self._data.global_batch_size} and micro_batch_size={self._data.micro_batch_size}"
         raise ConfigurationError(
-            f"{sizes} are {wanted} microbatches an optimizer step, but the trainer steps after {step} of each of the "
+            f"{sizes} are {wanted} microbatches an optimizer step, but the trainer steps after {step} on each of "
             f"{config.dp_size} data-parallel ranks: Trainer(accumulate_grad_batches={wanted // config.dp_size}), or "
             "leave global_batch_size out"
         )

@@ -212,7 +212,7 @@ def test_states_with_packs_stay_with_their_kind_of_program(packed: bool, path: P
         resumed.restore_state_rank(state)
         assert keys(islice(resumed, 9)) == whole[3:]
         if packed:
-            with pytest.raises(SettingMismatchError, match="another kind of program"):
+            with pytest.raises(SettingMismatchError, match="this one packs its first samples differently"):
                 crossing.restore_state_rank(state)
             assert state["settings"].pop("first_packs")
             loader(own).restore_state_rank(sign(state))

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine import config_of, digest
 from forked import start_forked
@@ -26,6 +27,7 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.storage.local import LocalStore
 from energon_bridge.models.conversations.sequences import join_visual
+from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.testing import write_shard
 from energon_bridge.trainers.roles import EncoderBatch, make_roles
@@ -256,3 +258,16 @@ def reads_counted() -> Any:
         yield count
     finally:
         LocalStore.read_range, LocalStore.read_ranges = inner  # type: ignore[method-assign]
+
+
+def note_decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets each image that is decoded from now on."""
+    decoded: list[str] = []
+    inner = DeferredImage.get
+
+    def get(image: DeferredImage) -> Any:
+        decoded.append(repr(image))
+        return inner(image)
+
+    monkeypatch.setattr(DeferredImage, "get", get)
+    return decoded

@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import os
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -163,3 +164,24 @@ Make = Callable[[Path, int], tuple[Path, list[object], dict[str, bytes]]]
 SOURCES: Mapping[str, Make] = {
     function.__name__: function for function in (llava, openai, pairs, classes, coco, table, parquet, tars)
 }
+
+
+class StopAtMove:
+    """Raises KeyboardInterrupt in place of the `at`-th file that is moved; never, if `at` is 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at = 0
+        self.moved = 0
+        self._move = os.replace
+        monkeypatch.setattr(os, "replace", self)
+
+    def __call__(self, old: str, new: str) -> None:
+        self.moved += 1
+        if self.moved == self.at:
+            raise KeyboardInterrupt
+        self._move(old, new)
+
+    def after(self, moves: int) -> None:
+        """Stop at a move, counted from now on."""
+        self.at = moves
+        self.moved = 0

@@ -25,10 +25,10 @@ from test_model_inputs import (
     model as floats_model,
     one_thread,  # noqa: F401 - it runs by itself
 )
+from test_step_loss import arguments_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainingArguments
 
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset
 from energon_bridge.core.errors import ConfigurationError
@@ -357,19 +357,13 @@ def trainer_steps(data: Path, folder: Path, ranks: int, blank: Any) -> list[Any]
     """Return losses and gradient norms of some steps of EnergonTrainer, of the same rows on any number of ranks."""
     plain = encoder_of("qwen2_5_vl")
     made = Turns(plain.tokenizer, plain.family, ChatConfig(blank_media=blank))
-    arguments = TrainingArguments(
-        output_dir=str(folder),
+    arguments = arguments_of(
+        folder,
         max_steps=5,
         gradient_accumulation_steps=2 // ranks,
         learning_rate=0.05,
         optim="sgd",
         lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        max_grad_norm=1e9,
         ddp_find_unused_parameters=False,  # as with gradient checkpointing; else the Trainer looks for them
     )
     config = WorkerConfig(num_workers=0, num_lanes=2)

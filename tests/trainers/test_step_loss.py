@@ -103,21 +103,16 @@ def dataset_of(data: Path, rows: int, lanes: int = 1) -> Any:
     )  # fmt: skip
 
 
+def arguments_of(folder: Path, **settings: Any) -> TrainingArguments:
+    """Return the arguments of a Trainer that logs each step and clips nothing."""
+    quiet: dict[str, Any] = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return TrainingArguments(output_dir=str(folder), logging_steps=1, max_grad_norm=1e9, **quiet, **settings)
+
+
 def first_step(name: str, data: Path, folder: Path, microbatches: int, *, lanes: int = 1, **kwargs: Any) -> list[float]:
     """Return loss and gradient norm of the first step, which has the same rows however it is cut."""
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=1,
-        gradient_accumulation_steps=microbatches // lanes,
-        learning_rate=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        max_grad_norm=1e9,
-        **kwargs.pop("arguments", {}),
-    )
+    steps = {"max_steps": 1, "gradient_accumulation_steps": microbatches // lanes, "learning_rate": 0.0}
+    arguments = arguments_of(folder, **steps, **kwargs.pop("arguments", {}))
     dataset = dataset_of(data, ROWS // microbatches, lanes)
     trainer = EnergonTrainer(model=model_of(name), args=arguments, train_dataset=dataset, **kwargs)
     trainer.train()

@@ -168,10 +168,10 @@ def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
             'on_mismatch="adapt" to continue with the new values'
         )
     if name == "first_packs":
-        where = {"full": "one that imports megatron.energon (energon_bridge.compat)", "staggered": "one of ours"}
+        saved_by = "megatron.energon (by energon_bridge.compat)" if then == "full" else "energon_bridge"
         return SettingMismatchError(
-            f"the state is that of another kind of program, {where.get(str(then), then)}, and the packs of lanes that "
-            "have not begun would be others: go on with the kind of program that saved it, or start a new run"
+            f"the state was saved by a program that imports {saved_by}, and this one packs its first samples "
+            "differently. Resume it with that import, or start a new run"
         )
     if name == "pack_limits":
         return SettingMismatchError(

@@ -188,8 +188,8 @@ class Position(ABC):
         step = check_number("start_at", step, 0)
         if step and (does := self.plan.data.joins_samples):
             logger.warning(
-                "start_at=%d: the run %s, so which samples came before that step is not known without reading them; it "
-                "begins as if each row had been one sample, and some come again. A state goes on exactly",
+                "start_at=%d: the run %s, so the samples before that step are not known without reading them; it "
+                "starts as if each row had been one sample, and some samples repeat. Resume from a state to be exact",
                 step,
                 does,
             )

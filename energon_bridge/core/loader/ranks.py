@@ -54,8 +54,8 @@ def warn_of_other_beginnings(run: str, microbatches: int, rank: int) -> None:
     first = first_told(f"begins/{run}/{_begun[run]}", str(microbatches))
     if first != str(microbatches):
         logger.warning(
-            "data-parallel rank %d begins at microbatch %d of the run, another one at %s: some samples come twice, and "
-            "others not. Give each rank the states of all ranks, as a list, to restore_state_rank; or none to any",
+            "data-parallel rank %d begins at microbatch %d of the run, another one at %s: some samples will repeat "
+            "and others will be missed. Pass the states of all ranks, as a list, to restore_state_rank on every rank",
             rank,
             microbatches,
             first,

@@ -24,6 +24,7 @@ from sources import (
     QUIETLY,
     SOURCES,
     Make,
+    StopAtMove,
     classes,
     coco,
     content,
@@ -434,26 +435,18 @@ def test_stopped_at_each_file_that_is_moved(tmp_path, monkeypatch):
     source, media, _ = llava(tmp_path / "in", 8)
     flags = [*media, "--samples-per-shard", 3, "--split-ratio", "1,0,0"]
     whole = content(converted(source, tmp_path / "whole", *flags))
-    replace, calls = os.replace, 0
-
-    def stop(old: str, new: str) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == stop_at:
-            raise KeyboardInterrupt
-        replace(old, new)
-
-    monkeypatch.setattr(os, "replace", stop)
+    stop = StopAtMove(monkeypatch)
     for stop_at in range(1, 100):
-        out, calls = tmp_path / str(stop_at), 0
+        out = tmp_path / str(stop_at)
+        stop.after(stop_at)
         result = energon("convert", source, out, *QUIETLY, *flags)
-        assert (result.exit_code == 0) == (calls < stop_at)
+        assert (result.exit_code == 0) == (stop.moved < stop_at)
         if result.exit_code == 0:
             break
         # A stop in the middle leaves no dataset, or all of it: what is read is never half of one.
         if (out / ".nv-meta/.info.json").exists():
             assert {name: data for name, data in content(out).items() if ".nv-meta.parts" not in name} == whole
-        calls = 100
+        stop.after(0)
         converted(source, out, *flags)
         assert content(out) == whole
     assert stop_at > 15

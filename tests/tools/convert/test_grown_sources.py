@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import energon, refusal_of
-from sources import QUIETLY, content, convert, converted, llava, members, meta, picture, read, refused
+from sources import QUIETLY, StopAtMove, content, convert, converted, llava, members, meta, picture, read, refused
 
 from energon_bridge.core.errors import MetadataError
 from energon_bridge.core.format.nvmeta import read_info
@@ -433,25 +433,17 @@ def test_stopped_at_each_file_while_it_grows(tmp_path: Path, monkeypatch: pytest
     listed(source, 0, 14)
     shutil.copytree(before, tmp_path / "after")
     whole = content(converted(source, tmp_path / "after", *flags))
-    replace, calls, stop_at = os.replace, 0, 0
-
-    def stop(old: str, new: str) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == stop_at:
-            raise KeyboardInterrupt
-        replace(old, new)
-
-    monkeypatch.setattr(os, "replace", stop)
+    stop = StopAtMove(monkeypatch)
     for stop_at in range(1, 100, 2):
-        out, calls = tmp_path / str(stop_at), 0
+        out = tmp_path / str(stop_at)
+        stop.after(stop_at)
         shutil.copytree(before, out)
         if energon("convert", source, out, *QUIETLY, *flags).exit_code == 0:
             break
         if (out / ".nv-meta/.info.json").exists():
             with suppress(MetadataError):  # the split file is newer than the counts of shards
                 assert len({one.caption[0] for one in read(out)}) in (7, 13)
-        calls = 100
+        stop.after(0)
         converted(source, out, *flags)
         assert content(out) == whole
     assert stop_at > 10

@@ -18,7 +18,7 @@ import talks
 import torch
 import torch.distributed as dist
 from forked import on_gloo
-from grids import NUM_LANES, media_of, pictures_dataset, plain, reads_counted, without_media
+from grids import NUM_LANES, media_of, note_decoded, pictures_dataset, plain, reads_counted, without_media
 from hypothesis import given, strategies as st
 from made import made_once
 from torch import Tensor
@@ -38,7 +38,6 @@ from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.conversations.sequences import join_visual
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.models.images.devices import normalise_on_device
-from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.trainers.context_parallel import slice_for_context_parallel, zigzag_indices
 from energon_bridge.trainers.context_parallel_media import gather_features, share_media
 from energon_bridge.trainers.megatron_lm import train_valid_test_dataloaders_provider
@@ -216,14 +215,7 @@ def test_each_picture_is_read_and_decoded_once_over_the_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = dataset_of(pictures_dataset(tmp_path, (12,), side=640))
-    decoded: list[str] = []
-    inner = DeferredImage.get
-
-    def get(image: DeferredImage) -> Any:
-        decoded.append(repr(image))
-        return inner(image)
-
-    monkeypatch.setattr(DeferredImage, "get", get)
+    decoded = note_decoded(monkeypatch)
     with reads_counted() as today:  # by each context-parallel rank
         pictures = sum(sum(batch.num_images) for batch in plain(dataset, 1, STEPS)[0])
     assert pictures > 5

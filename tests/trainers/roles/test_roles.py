@@ -21,6 +21,7 @@ from grids import (
     assert_same_run,
     delivered,
     media_of,
+    note_decoded,
     pictures_dataset,
     plain,
     reads_counted,
@@ -53,7 +54,6 @@ from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
 from energon_bridge.models.conversations.sequences import join_visual
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
-from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.testing import write_shard
 from energon_bridge.trainers.roles import make_roles
@@ -242,14 +242,7 @@ def test_each_picture_is_read_and_decoded_once(tmp_path: Path, monkeypatch: pyte
     """And language ranks read less than a tenth of what they do today, encoder ranks their share."""
     data = pictures_dataset(tmp_path, (12,), side=640)
     dataset = dataset_of(data, task_encoder=task_encoder(seq_length=4000))
-    decoded: list[str] = []
-    inner = DeferredImage.get
-
-    def get(image: DeferredImage) -> Any:
-        decoded.append(repr(image))
-        return inner(image)
-
-    monkeypatch.setattr(DeferredImage, "get", get)
+    decoded = note_decoded(monkeypatch)
     with reads_counted() as today:
         media = sum(sum(batch.num_images) for rank in plain(dataset, 4, 3) for batch in rank)
     of_one_grid = sorted(decoded)
