@@ -1,7 +1,7 @@
 """What people changed by hand in the files of a conversion, kept when it is run again for a source that grew.
 
 `split.yaml` and `dataset.yaml` are compared with what was written for the shards that were there: where they differ,
-the hand is right, and only what is new is added.
+the edit wins, and only what is new is added.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def edited_splits(
     again: Collection[str],
     keys: Callable[[str], Sequence[str]],
 ) -> bytes:
-    """Return the split.yaml of these parts, with the excludes, and the parts that a hand gave the shards `before`.
+    """Return the split.yaml of these parts, with the excludes, and the parts that people gave the shards `before`.
 
-    With None for these, the dataset is another one, and nothing stays. `again` are shards that were written again,
-    `keys` returns the keys of a shard. Warns of excludes that do not stay, that leave nothing out, or that may mean
+    None for these means another dataset, of which nothing stays. `again` are shards that were written again,
+    `keys` returns the keys of a shard. Warns of excludes that are dropped, that leave nothing out, or that may name
     other samples now. Raises MetadataError for a file that cannot be read.
     """
     if not store.exists(meta_path(DEFAULT_SPLIT_CONFIG)):
@@ -59,7 +59,7 @@ def edited_splits(
 
 
 def edited_dataset(store: Store, sample_type: str, now: Mapping[str, str], before: Mapping[str, str] | None) -> bytes:
-    """Return the dataset.yaml of the field map `now`, but for what a hand changed in the one of the field map `before`.
+    """Return the dataset.yaml of the field map `now`, but for what people changed in that of the field map `before`.
 
     Of a dataset that is replaced (None) nothing stays. Raises MetadataError for a file that cannot be read.
     """
