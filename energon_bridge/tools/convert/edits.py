@@ -42,13 +42,21 @@ def edited_splits(
         return render_splits(parts)
     old = read_splits(store)
     if before is None:
-        _warn_of(old.exclude, "%s: was replaced, and so was its `exclude`: %s. Write the keys of today into it.", old)
+        _warn_of(
+            old.exclude,
+            "%s: was replaced, and so was its `exclude`: %s. List the samples again by their new keys.",
+            old,
+        )
         return render_splits(parts)
     there = {shard for of in parts.values() for shard in of}
     gone = _gone(old, there, keys)
     _warn_of(gone, "%s: `exclude` names what the dataset does not have: %s. Take it out.", old)
     doubtful = [entry for entry in old.exclude if entry not in gone and f"{entry.rpartition('.tar')[0]}.tar" in again]
-    _warn_of(doubtful, "%s: `exclude` names %s, of shards that were written again: are these the same samples?", old)
+    _warn_of(
+        doubtful,
+        "%s: `exclude` names %s, of shards that were written again: check that these are the same samples.",
+        old,
+    )
     were = {name: [shard for shard in of if shard in before] for name, of in parts.items()}
     had = {name: [shard for shard in of if shard in there] for name, of in old.parts.items()}
     if {name: of for name, of in were.items() if of} != {name: of for name, of in had.items() if of}:
