@@ -191,13 +191,19 @@ def _checked(entry: Any, where: str) -> tuple[Mapping[str, Any], str]:
 
 
 class ListedEntries:
-    """Entries in memory, of malformed ones their error; `unit` and `first` number them in messages."""
+    """Entries in memory, of malformed ones their error; `unit` and `first` number them in messages.
 
-    def __init__(self, path: Path, entries: Sequence[Any], *, unit: str = "entry", first: int = 0) -> None:
+    Of a file that is not UTF-8 (`is_utf8`), bytes that are not are surrogates: the entries that have any fail.
+    """
+
+    def __init__(
+        self, path: Path, entries: Sequence[Any], *, unit: str = "entry", first: int = 0, is_utf8: bool = True
+    ) -> None:
         self._path = path
         self._entries = entries
         self._unit = unit
         self._first = first
+        self._is_utf8 = is_utf8
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -207,7 +213,11 @@ class ListedEntries:
         entry = self._entries[number]
         if isinstance(entry, SourceError):
             raise SourceError(str(entry))
-        return _checked(entry, f"{self._path}, {self._unit} {number + self._first}")
+        found, where = _checked(entry, f"{self._path}, {self._unit} {number + self._first}")
+        fault = None if self._is_utf8 else _not_utf8(json.dumps(found, ensure_ascii=False))
+        if fault is not None:
+            raise SourceError(f"{where.encode(errors='backslashreplace').decode()}: {fault}")
+        return found, where
 
 
 class LineEntries:
@@ -268,12 +278,14 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
         return TableSource(path, LineEntries(path), media, "JSON lines")
     if suffix in (".csv", ".tsv"):
         return _open_csv(path, media)
+    data = path.read_bytes()
+    text, is_utf8 = _text(data, json.detect_encoding(data))
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_object)
+        content = json.loads(text, object_pairs_hook=_object)
     except ValueError as error:
         remedy = "Fix it there, or download it again if it is cut off."
-        if isinstance(error, UnicodeDecodeError):
-            remedy = f"Write it as UTF-8 ({_iconv(error.object)})."
+        if not is_utf8:
+            remedy = f"Write it as UTF-8 ({_iconv(data)})."
         elif "Extra data" in str(error):
             if _has_lines(path):
                 return TableSource(path, LineEntries(path), media, "JSON lines")
@@ -283,7 +295,7 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
         if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
             return CocoSource(path, content, media)
         if _is_entry(content):
-            return TableSource(path, ListedEntries(path, [content]), media, "JSON object")
+            return TableSource(path, ListedEntries(path, [content], is_utf8=is_utf8), media, "JSON object")
         if "annotations" in content and "images" not in content:
             raise SourceError(f"{path}: `annotations` without `images`: COCO's list of them names the files. Add it.")
         lists = [name for name, value in content.items() if isinstance(value, list) and value]
@@ -299,7 +311,28 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
         content = content[lists[0]]
     if not isinstance(content, list):
         raise SourceError(f"{path}: expected a list of objects, found {str(content)[:60]!r}.")
-    return TableSource(path, ListedEntries(path, content), media, "JSON list")
+    return TableSource(path, ListedEntries(path, content, is_utf8=is_utf8), media, "JSON list")
+
+
+def _text(data: bytes, encoding: str) -> tuple[str, bool]:
+    """Return the text of a file, with surrogates for bytes that are none, and whether there are no such bytes."""
+    try:
+        return data.decode(encoding), True
+    except UnicodeDecodeError:
+        return data.decode(encoding if encoding.startswith("utf-8") else "utf-8", "surrogateescape"), False
+
+
+def _not_utf8(text: str) -> str | None:
+    """Return what is wrong with a text that has surrogates, and the remedy."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = ascii(text[max(0, error.start - 20) : error.end + 20]).replace(r"\udc", r"\x")
+        return (
+            f"{near} is not UTF-8. If others are, fix it there; if the file is of another encoding, write it as "
+            f"UTF-8 ({_iconv(b'')})."
+        )
+    return None
 
 
 def _iconv(data: bytes) -> str:
@@ -326,11 +359,8 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
     """Open a .csv or .tsv file, with whichever of the usual separators its header has."""
     csv.field_size_limit(1 << 30)
     suffix = path.suffix[1:].lower()
-    try:
-        data = path.read_bytes()
-        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: is not UTF-8: {error}. Write it as such ({_iconv(data)}).") from error
+    data = path.read_bytes()
+    text, is_utf8 = _text(data, "utf-16" if data.startswith(UTF16) else "utf-8-sig")
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise SourceError(
@@ -347,16 +377,18 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
             f"{usual!r} between the fields."
         )
     kind = suffix.upper() + (f" with {delimiter!r} between fields" if delimiter != usual else "")
-    return TableSource(path, _read_csv(path, text, delimiter), media, kind)
+    return TableSource(path, _read_csv(path, text, delimiter, is_utf8=is_utf8), media, kind)
 
 
-def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
+def _read_csv(path: Path, text: str, delimiter: str, *, is_utf8: bool) -> ListedEntries:
     """Read rows; one that is malformed fails alone. Raises SourceError for a wrong header."""
     rows = _csv_rows(path, text, delimiter)
     _, header = next(rows, ("", []))
     if isinstance(header, SourceError):
         raise header
     header = [name.strip() for name in header]
+    if (fault := _not_utf8(delimiter.join(header))) is not None:
+        raise SourceError(f"{path}, header: {fault}")
     twice = [name for name, count in Counter(header).items() if count > 1]
     if twice:
         raise SourceError(f"{path}: the header has the column {twice[0]!r} twice. Give one of them another name.")
@@ -375,7 +407,7 @@ def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
             which = "more" if len(row) > len(header) else "fewer"
             columns = f"{len(header)} columns of the header ({', '.join(header)})"
             entries.append(SourceError(f"{path}, {lines}: has {which} fields than the {columns}."))
-    return ListedEntries(path, entries, unit="row", first=2)
+    return ListedEntries(path, entries, unit="row", first=2, is_utf8=is_utf8)
 
 
 def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, list[str] | SourceError]]:
@@ -431,7 +463,8 @@ def _coco_fault(entry: Any, **fields: type | tuple[type, ...]) -> str | None:
     if not isinstance(entry, Mapping):
         return f"expected an object, found {shown(entry)}"
     wrong = (name for name, kind in fields.items() if not isinstance(entry.get(name), kind))
-    return next((f"`{name}` is {shown(entry[name]) if name in entry else 'missing'}" for name in wrong), None)
+    fault = next((f"`{name}` is {shown(entry[name]) if name in entry else 'missing'}" for name in wrong), None)
+    return fault or _not_utf8(" ".join(str(entry[name]) for name in fields))
 
 
 class CocoSource:
@@ -465,7 +498,9 @@ class CocoSource:
             of_image += [one["caption"]] if accepted([one]) else []
             rejected += not accepted([one])
         listed = [
-            (None, f"{path}, entry {number} of `images`: {fault}.") if fault else (one["id"], one["file_name"])
+            (None, f"{path}, entry {number} of `images`: {fault.removesuffix('.')}.")
+            if fault
+            else (one["id"], one["file_name"])
             for number, (one, fault) in enumerate(zip(images, faults, strict=True))
         ]
         self._images = list(dict.fromkeys(listed))  # one that is listed again is the same image
@@ -481,8 +516,14 @@ class CocoSource:
             self.left_out += (f"{rejected:,} of {len(annotations):,} captions that annotators rejected",)
         if orphans := len(captions.keys() - self._files.keys()):
             self.left_out += (f"captions of {orphans:,} image{'s' * (orphans > 1)} that `images` does not list",)
-        wrong = ((number, fault) for number, fault in enumerate(notes) if fault)
-        self._images += [(None, f"{path}, entry {number} of `annotations`: {fault}.") for number, fault in wrong]
+        wrong = {
+            number: f"entry {number} of `annotations`: {fault.removesuffix('.')}."
+            for number, fault in enumerate(notes)
+            if fault
+        }
+        self._images += [(None, f"{path}, {fault}") for fault in wrong.values()]
+        of_images = ((annotations[number], fault) for number, fault in wrong.items())
+        self._wrong = {str(one.get("image_id")): fault for one, fault in of_images if isinstance(one, Mapping)}
 
     def __len__(self) -> int:
         return len(self._images)
@@ -502,7 +543,9 @@ class CocoSource:
             values = {"image_id": image, "file_name": name, "captions": self._captions.get(str(image), [])}
             if not values["captions"]:
                 is_rejected = str(image) in self._captions
-                raise SourceError(f"no captions{' but those that annotators rejected' * is_rejected}.")
+                wrong = self._wrong.get(str(image), "")
+                why = " but those that annotators rejected." if is_rejected else f": {wrong}" if wrong else "."
+                raise SourceError(f"no captions{why}")
             key = _stem_key(name, self._media)
             if self._taken[key] > 1:
                 key += f"-{image}"

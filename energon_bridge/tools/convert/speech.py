@@ -240,7 +240,7 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
     else:
         places = {name: {_FILE: path} for name, path in recordings.items()}
     entries = [{"id": name, **place, "text": texts.get(name)} for name, place in places.items()]
-    found = ListedEntries(folder, entries, unit="utterance", first=1)
+    found = ListedEntries(folder, entries, unit="utterance", first=1, is_utf8=False)
     source = SpeechSource(folder / listed, found, media, "Kaldi folder", prompt)
     if rest := len(texts.keys() - places.keys()):
         source.left_out += (f"texts of {rest:,} utterance{'s' * (rest > 1)} that {listed} does not list",)
@@ -250,7 +250,7 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the first word of each line, and the rest. Raises SourceError."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8", "surrogateescape")  # a bad line fails alone, as an entry
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: cannot read it: {error}. A folder of Kaldi has wav.scp and text.") from error
     seen: set[str] = set()

@@ -292,6 +292,38 @@ def test_broken_lines_are_named_or_skipped(tmp_path):
     assert "Done: 2 samples" in output
 
 
+@pytest.mark.parametrize("form", ["csv", "json", "coco"])
+def test_a_caption_in_latin_1_is_one_sample_that_fails(tmp_path: Path, form: str) -> None:
+    """In a file whose other captions are UTF-8, and say things that Latin-1 has no letters for."""
+    captions = [b"a caf\xc3\xa9", "für 5 €".encode(), b"a caf\xe9 in Orl\xe9ans", b"a cat"]
+    names = [f"{number}.png" for number in range(len(captions))]
+    write_pictures(tmp_path / "in", names)
+    source = tmp_path / "in" / ("x.csv" if form == "csv" else "x.json")
+    if form == "csv":
+        source.write_bytes(b"image,caption\n" + b"".join(b"%d.png,%b\n" % one for one in enumerate(captions)))
+        where = f"{source}, row 4: "
+    elif form == "json":
+        entries = b",".join(b'{"image":"%d.png","caption":"%b"}' % one for one in enumerate(captions))
+        source.write_bytes(b"[%b]" % entries)
+        where = f"{source}, entry 2: "
+    else:
+        images = json.dumps([{"id": number, "file_name": name} for number, name in enumerate(names)]).encode()
+        notes = b",".join(b'{"image_id":%d,"caption":"%b"}' % one for one in enumerate(captions))
+        source.write_bytes(b'{"images":%b,"annotations":[%b]}' % (images, notes))
+        where = f"{source}, image 2: no captions: entry 2 of `annotations`: "
+    flags = (tmp_path / "out", "--split-ratio", "1,0,0")
+    message = refused(source, *flags)
+    assert where in message
+    assert "Orl\\xe9ans" in message
+    assert "write it as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)" in message
+    output = convert(source, *flags, "--on-error", "skip")
+    assert where in output
+    assert f"Done: {len(captions) - 1} samples" in output
+    entries = [json.loads(data) for name, data in members(tmp_path / "out").items() if name.endswith(".json")]
+    texts = [one.get("captions", [one.get("caption")])[0] for one in entries]
+    assert texts == [captions[number].decode() for number in (0, 1, 3)]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -325,8 +357,13 @@ def test_wrong_flags(tmp_path, flags, message):
         ),
         ("x.json", "\udce9", "Write it as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)."),
         ("x.jsonl", '{"caption": "\udcfc"}', "Write the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)."),
-        ("x.csv", "image,caption\na.png,\udcfc\n", "Write it as such (iconv -f WINDOWS-1252 -t UTF-8)."),
-        ("x.csv", "i\0,\0c\0\n\0\udcfc\0", "Write it as such (iconv -f UTF-16LE -t UTF-8)."),
+        (
+            "x.csv",
+            "image,caption\na.png,\udcfc\n",
+            "another encoding, write it as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8).",
+        ),
+        ("x.csv", "image,l\udce9gende\na.png,b\n", "x.csv, header: 'image,l\\xe9gende' is not UTF-8"),
+        ("x.csv", "i\0,\0c\0\n\0\udcfc\0", "Write it as UTF-8 (iconv -f UTF-16LE -t UTF-8)."),
         (
             "x.json",
             '{"a": 1}',

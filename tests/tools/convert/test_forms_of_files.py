@@ -161,7 +161,7 @@ def test_tables_that_would_lose_something(tmp_path: Path, text: str, message: st
     files(tmp_path / "in", **{"x.csv": text.encode()})
     assert message in " ".join(refused(tmp_path / "in/x.csv", tmp_path / "out").split())
     files(tmp_path / "in", **{"x.csv": "größe,b\n1,2\n".encode("latin-1")})
-    assert "x.csv: is not UTF-8" in refused(tmp_path / "in/x.csv", tmp_path / "out")
+    assert r"x.csv, header: 'gr\xf6\xdfe,b' is not UTF-8" in refused(tmp_path / "in/x.csv", tmp_path / "out")
 
 
 def test_columns_are_read_as_they_stand(tmp_path: Path) -> None:

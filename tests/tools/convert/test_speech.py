@@ -245,6 +245,16 @@ def test_kaldi_folders_of_splits_and_without_segments(tmp_path: Path) -> None:
     assert len(delivered(tmp_path / "out", "train")) == 3
 
 
+def test_a_text_in_latin_1_is_one_utterance_that_fails(tmp_path: Path) -> None:
+    kaldi(tmp_path / "data", segments=True)
+    (tmp_path / "data/text").write_bytes(b"utt1 caf\xe9\nutt2 caf\xc3\xa9\nutt3 tea\n")
+    told = refusal_of("convert", tmp_path / "data", tmp_path / "out", "--no-progress", "--num-workers", 1)
+    assert "utterance 1 (id utt1): " in told
+    assert "write it as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)" in told
+    assert "Skipped 1 sample" in convert(tmp_path / "data", tmp_path / "out", "--on-error", "skip")
+    assert [said(one)[1] for one in delivered(tmp_path / "out")] == ["café", "tea"]
+
+
 def test_a_channel_of_a_recording_is_refused(tmp_path: Path) -> None:
     kaldi(tmp_path / "data", segments=True)
     (tmp_path / "data/segments").write_text("utt1 rec1 0.5 1.75 0\nutt2 rec1 2.00 -1 1\n")
