@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import math
 import queue
 import random
@@ -56,6 +57,8 @@ _RIVALS = 3
 """Requests for one piece that are under way, at most."""
 _EXPIRED_SECONDS = 15.0
 """How long a process that has read before waits for new credentials if they are renewed late."""
+_TOLD_SECONDS, _TOLD_AGAIN = 5.0, 60.0
+"""How long a piece is waited for before that is said, and how long nothing more is said then."""
 _CHUNK = 256 << 10
 _HOPS = 6
 _ERROR_BYTES = 4096
@@ -67,6 +70,8 @@ _MOVED = {301, 302, 303, 307, 308}
 _CODE = re.compile(r"<Code>([^<]+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>|\"message\":\s*\"([^\"]+)\"")
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +178,19 @@ class _Attempt:
 class _Call:
     """A piece that is being fetched."""
 
-    __slots__ = ("attempts", "broken", "due", "failures", "fetch", "hedge_at", "number", "patience", "piece", "since")
+    __slots__ = (
+        "attempts",
+        "broken",
+        "due",
+        "failures",
+        "fetch",
+        "hedge_at",
+        "number",
+        "patience",
+        "piece",
+        "server",
+        "since",
+    )
 
     def __init__(self, fetch: _Fetch, number: int, piece: RequestedPiece) -> None:
         self.fetch = fetch
@@ -182,6 +199,7 @@ class _Call:
         self.attempts: list[_Attempt] = []
         self.broken: Body | None = None
         self.failures = 0
+        self.server = ""
         self.since = self.due = self.hedge_at = self.patience = 0.0
 
 
@@ -219,7 +237,7 @@ class Client:
         self._in_flight = self._bytes = 0
         self._limit = float(_MOST_IN_FLIGHT)
         self._lowered = self._overloaded = 0.0
-        self._typical = 0.0
+        self._typical = self._tell_at = 0.0
         weakref.finalize(self, self._connections.close)
 
     def fetch(self, pieces: Sequence[RequestedPiece], stalls: Stalls) -> list[Body]:
@@ -385,7 +403,25 @@ class Client:
                     call.attempts.append(rivals[-1])
         for rival in rivals:
             self._start(rival)
+        for call in late:
+            self._tell(call, "no answer")
         return len(late)
+
+    def _tell(self, call: _Call, why: str) -> None:
+        """Warn of a piece that has been waited for for some seconds, at most once a minute."""
+        now = time.monotonic()
+        with self._lock:
+            if now - call.since < _TOLD_SECONDS or now < self._tell_at:
+                return
+            self._tell_at = now + _TOLD_AGAIN
+        logger.warning(
+            "waiting for %s: %s (%.0f s for one piece of a file, of at most %.0f; %d requests failed)",
+            call.server.rpartition("@")[2] or "a server",
+            why,
+            now - call.since,
+            _limit(call.fetch),
+            call.failures,
+        )
 
     def _pause_after(self, attempt: _Attempt) -> float:
         """Return how long to wait after a failure; raises what is not worth another try."""
@@ -401,11 +437,10 @@ class Client:
         with self._lock:
             MADE.request_retries += 1
         took = time.monotonic() - call.since
-        seconds = call.fetch.seconds
-        limit = _GIVE_UP_SECONDS if seconds is None else 3 * seconds
         most = _UNREACHED_TRIES if error.unreached else _MOST_TRIES
-        if call.failures >= most or took > limit:
+        if call.failures >= most or took > _limit(call.fetch):
             raise GaveUp(f"{error} (tried {call.failures} times in {took:.1f} s)") from error
+        self._tell(call, str(error))
         if progress and call.failures == 1:
             return 0.0
         pause = random.uniform(0.5, 1.0) * min(_MOST_PAUSE, _PAUSE * 2**call.failures)
@@ -564,6 +599,7 @@ class Client:
         parts = urlsplit(url)
         scheme = parts.scheme
         server = parts.netloc
+        attempt.call.server = server
         route = self._connections.route(scheme, server)
         asked = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         if route.full_url:
@@ -588,6 +624,11 @@ class Client:
                 unreached = server not in self._reached
                 what = "cannot connect" if unreached else "no answer"
                 raise _Busy(f"{what}: {_named(error)}", unreached=unreached) from error
+
+
+def _limit(fetch: _Fetch) -> float:
+    """Return the seconds after which a piece that fails is given up."""
+    return _GIVE_UP_SECONDS if fetch.seconds is None else 3 * fetch.seconds
 
 
 def _is_of_credentials(refused: Refused) -> bool:

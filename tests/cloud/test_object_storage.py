@@ -30,6 +30,7 @@ from object_server import ObjectServer, every, no_fault, serving
 from paths import REPOSITORY
 
 from energon_bridge import DefaultTaskEncoder
+from energon_bridge.cloud.http import _Shared
 from energon_bridge.core.errors import (
     ConfigurationError,
     DatasetNotFoundError,
@@ -40,6 +41,7 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.format.jsonl import index_jsonl
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.storage import OpenFiles, Stalls, open_store
+from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.store import MADE, values_of
 from energon_bridge.core.stream.reader import RoundBuffer
 from energon_bridge.tools.cli.main import main
@@ -203,6 +205,28 @@ def test_a_server_that_never_answers_is_given_up(server: ObjectServer, quick: No
     with pytest.raises(StorageError, match=r"/x: cannot read 3 bytes at offset 1: .*(no answer|tried)"):
         store.read_range("x", 1, 3)
     assert stalls.count
+
+
+@pytest.mark.parametrize(("fault", "why"), [("503", "HTTP 503 "), ("reset", "no answer: "), ("stall", "no answer ")])
+def test_a_store_that_makes_a_run_wait_is_named_once_a_minute(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, why: str
+) -> None:
+    """Not at once, and not for each of the pieces that wait."""
+    monkeypatch.setattr("energon_bridge.cloud.http._TOLD_SECONDS", 0.6)
+    monkeypatch.setattr("energon_bridge.cloud.http._shared", PerProcess(_Shared))
+    server.stall = 1.5
+    (server.folder / "x").write_bytes(bytes(9 << 20))
+    store = open_store(server.url)
+    server.fault = lambda number: "503" if not number else ""
+    store.read_range("x", 0, 7)
+    assert not caplog.records
+    ends = [time.monotonic() + 2]
+    server.fault = lambda _: fault if time.monotonic() < ends[0] else ""
+    for _ in range(2):
+        assert len(store.read_ranges("x", [0, 4 << 20, 8 << 20], [7, 7, 7])) == 3
+        ends[0] = time.monotonic() + 1
+    (told,) = [one.message for one in caplog.records]
+    assert told.startswith(f"waiting for 127.0.0.1:{server.server_port}: {why}")
 
 
 def test_redirects_are_followed(server: ObjectServer, tmp_path: Path) -> None:
