@@ -15,10 +15,12 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 
 from energon_bridge.core.errors import ConfigurationError, DatasetNotFoundError, EnergonError
+from energon_bridge.core.storage import no_room
 from energon_bridge.training.config_file import PACKAGE_CONFIGS, dump_config, find_config, key_hint, load_config
 
 
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     main_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     logging.basicConfig(level=logging.INFO if main_rank else logging.WARNING, format="%(asctime)s %(message)s")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # lightning's use of torch, of no interest here
+    places = [tempfile.gettempdir()]
     try:
         if options.copy_configs is not None:
             copy_configs(options.copy_configs)
@@ -53,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.dry_run:
                 raise ConfigurationError(f"{error}{_wrong_inputs(options.config, options.overrides)}") from error
             raise
+        places.insert(0, config.run_dir)
         # Only now: torch, lightning and transformers take seconds, and a typing error should not.
         from energon_bridge.training import run as training
 
@@ -76,6 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         if (options.dry_run or isinstance(error, DatasetNotFoundError)) and (head := head_of(options.config)):
             print(f"\nWhat {options.config} says of itself:\n{head}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        full = no_room(error, places)
+        if full is None:
+            raise
+        print(f"{type(full).__name__}: {full}", file=sys.stderr)
         return 2
     if result.stopped:
         return 143

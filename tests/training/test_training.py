@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import no_room
 from keyed import write_mix
 from made import made_once
 from paths import CONFIGS, REPOSITORY
@@ -122,6 +123,36 @@ def test_a_finished_run_can_be_resumed_and_gives_the_same_result(
     assert training.run(config, resume=True) == result
     assert (Path(config.run_dir) / "predictions.jsonl").read_bytes() == before
     assert f"the run is complete at step {result.step}: to go on, raise train.max_steps" in caplog.text
+
+
+@pytest.mark.parametrize("room", [10, 300, 5_000, 30_000, 200_000])
+def test_a_full_disk_is_said(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], room: int) -> None:
+    """By the description of the run, its tokenizer, its model, or the checkpoint."""
+    run_dir = tmp_path / "run"
+    settings = ["train.max_steps=1", "checkpoint.interval=1", "validation.generate=false"]
+    command = ["--config", str(CONFIGS / "smoke.yaml"), f"data.path={dataset}", f"run_dir={run_dir}", *settings]
+    with no_room(room):
+        assert importlib.import_module("energon_bridge.training.__main__").main(command) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"StorageError: .*File too large.*{tmp_path}\S* has [\d,]+ bytes free: make room.*\n", said)
+
+
+def test_a_report_that_does_not_fit_is_said_and_the_run_is_done(
+    dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(dataset, tmp_path / "run", "train.max_steps=1")
+    written = "energon_bridge.tools.report.page.write_run"
+    before = importlib.import_module(written.rpartition(".")[0]).write_run
+
+    def without_room(*arguments: Any) -> None:
+        with no_room():
+            before(*arguments)
+
+    monkeypatch.setattr(written, without_room)
+    training.run(config)
+    assert re.search(rf"its report is missing: {tmp_path}/run/report.html: cannot write: .*File too large", caplog.text)
+    assert not (tmp_path / "run/report.html").exists()
+    assert list_checkpoints(tmp_path / "run/checkpoints")
 
 
 def test_resume_without_a_checkpoint_starts_the_run_and_says_so(

@@ -31,7 +31,7 @@ from energon_bridge.core.errors import DuplicateKeyError, KeyIndexError, ShardMi
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, INDEX_UUID, INFO_JSON, meta_path, read_info
 from energon_bridge.core.format.tar_index import ShardScan, other_parts
 from energon_bridge.core.order.rng import IntArray
-from energon_bridge.core.storage import LocalStore, Store
+from energon_bridge.core.storage import LocalStore, Store, cannot_write
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading key indexes, and matching the keys of one dataset with those of another.
@@ -464,10 +464,7 @@ class KeyIndexWriter:
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:  # names in a damaged file need not be text
-            raise StorageError(
-                f"{self._path}: cannot write the key index{doing or self._continued}: {error}. Is the disk full, or "
-                "is there a limit on file sizes?"
-            ) from error
+            raise cannot_write(self._path, error, f" the key index{doing or self._continued}") from error
 
     def __enter__(self) -> KeyIndexWriter:
         return self

@@ -20,10 +20,10 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 
-from energon_bridge.core.errors import ConfigurationError, EnergonError, MetadataError, StorageError
+from energon_bridge.core.errors import ConfigurationError, EnergonError, MetadataError
 from energon_bridge.core.format.key_index import settle_key_index
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, META_FOLDER, leads_out, meta_path
-from energon_bridge.core.storage import LocalStore, Store, write_file
+from energon_bridge.core.storage import LocalStore, Store, cannot_write, write_file
 
 STAGING_FOLDER = ".nv-meta.staging"
 _MOVES = "moves.json"
@@ -55,7 +55,7 @@ class Staging:
             os.makedirs(self._folder, exist_ok=True)
             self._lock = os.open(self._folder, os.O_RDONLY)
         except OSError as error:
-            raise StorageError(f"{store.root}: cannot write into the dataset's folder: {error}") from error
+            raise cannot_write(store.root, error, " into the dataset's folder") from error
         self._claim()
 
     def path(self, rel: str) -> str:
@@ -71,7 +71,7 @@ class Staging:
             with open(path, "wb") as file:
                 file.write(data)
         except OSError as error:
-            raise StorageError(f"{path}: cannot write {len(data)} bytes for {rel}: {error}") from error
+            raise cannot_write(path, error, f" {len(data):,} bytes for {rel}") from error
 
     def commit(self, *, withdraw: Sequence[str] = ()) -> None:
         """Move all files into the dataset, those of `.nv-meta` last.
@@ -91,7 +91,7 @@ class Staging:
         try:
             write_file(path, (data,))
         except OSError as error:
-            raise StorageError(f"{path}: cannot write: {error}. Is the disk full?") from error
+            raise cannot_write(path, error) from error
 
     def _move(self, files: Sequence[tuple[str, str]], withdraw: Sequence[str]) -> None:
         waiting = list(withdraw)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from energon_bridge.core.registry import load, registered
-from energon_bridge.core.storage.local import FileTimes, LocalStore, OpenFiles, write_file
+from energon_bridge.core.storage.local import FileTimes, LocalStore, OpenFiles, cannot_write, no_room, write_file
 from energon_bridge.core.storage.stalls import READ_TIMEOUT_SECONDS, Stalls
 from energon_bridge.core.storage.store import ByteRange, FarStore, Store, as_far
 
@@ -22,6 +22,8 @@ __all__ = [
     "Stalls",
     "Store",
     "as_far",
+    "cannot_write",
+    "no_room",
     "open_store",
     "write_file",
 ]

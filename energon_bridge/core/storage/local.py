@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -337,7 +338,7 @@ class LocalStore(Rooted):
         try:
             write_file(path, (data,))
         except OSError as error:
-            raise StorageError(f"{path}: cannot write {len(data)} bytes: {error}") from error
+            raise cannot_write(path, error, f" {len(data):,} bytes") from error
 
     def put_file(self, path: str, rel: str) -> None:
         """Move a local file to `rel`, replacing any file there as a whole."""
@@ -353,7 +354,7 @@ class LocalStore(Rooted):
                 shutil.copyfile(path, temporary)
                 os.replace(temporary, target)
         except OSError as error:
-            raise StorageError(f"{target}: cannot write: {error}") from error
+            raise cannot_write(target, error) from error
 
     def delete(self, rel: str) -> None:
         try:
@@ -370,6 +371,50 @@ class LocalStore(Rooted):
         except DatasetNotFoundError as missing:
             return missing
         return ShardMissingError(f"{self.url(rel)}: no such file.")
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def _is_full(error: BaseException) -> bool:
+    """Return whether an error of the system, of sqlite or of a library in Rust says that there is no room."""
+    if type(error).__module__ == "sqlite3":
+        return "disk" in str(error)
+    code = _OS_ERROR.search(str(error))
+    return (int(code[1]) if code else getattr(error, "errno", None)) in _NO_ROOM
+
+
+def cannot_write(path: str | os.PathLike[str], error: BaseException, doing: str = "") -> StorageError:
+    """Return the error for a path that could not be written; of a full disk, with what is free there."""
+    said = f"{os.fspath(path)}: cannot write{doing}: {error}"
+    if not _is_full(error):
+        return StorageError(said)
+    folder, free = _free(path)
+    return StorageError(
+        f"{said}. Is the disk full, or is there a limit on file sizes? {folder} has {free:,} bytes free: make room, or "
+        "write elsewhere."
+    )
+
+
+def no_room(error: BaseException, paths: Iterable[str | os.PathLike[str]]) -> StorageError | None:
+    """Return the error for an exception that came of a full disk, with the fullest of `paths`; None if it did not."""
+    cause: BaseException | None = error
+    while cause is not None and not _is_full(cause):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    named = [name] if isinstance(name := getattr(cause, "filename", None), str) else []
+    return cannot_write(min(named or paths, key=lambda path: _free(path)[1]), cause)
+
+
+def _free(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """Return the folder in which a path would be, or the nearest above it that is there, and the bytes free in it."""
+    folder = os.path.abspath(path)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    found = os.statvfs(folder)
+    return folder, found.f_bavail * found.f_frsize
 
 
 def write_file(path: str | os.PathLike[str], pieces: Iterable[bytes]) -> None:

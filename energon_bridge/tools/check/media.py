@@ -50,7 +50,7 @@ from energon_bridge.core.format.media import (
 from energon_bridge.core.format.nvmeta import INDEX_SQLITE, META_FOLDER, is_prepared, meta_path, read_info
 from energon_bridge.core.format.parallel import Progress, Task, Workers, map_shards, unseen, work_off
 from energon_bridge.core.prepare.staging import Staging, forget
-from energon_bridge.core.storage import ByteRange, Store, open_store
+from energon_bridge.core.storage import ByteRange, Store, cannot_write, no_room, open_store
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.images.jpeg import plain_jpeg
 
@@ -195,9 +195,8 @@ def _write_index(
                 indexed = _write_rows(rows, all_results, lambda number: progress(number, len(portions)))
             _merge(rows, index, media)
     except sqlite3.Error as error:
-        raise StorageError(
-            f"{index}: cannot write the media metadata: {error}. Is the disk full, or {tempfile.gettempdir()}?"
-        ) from error
+        full = no_room(error, (index, tempfile.gettempdir()))
+        raise full or cannot_write(index, error, " the media metadata") from error
     return indexed
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +17,7 @@ import click
 
 from energon_bridge.core import __version__
 from energon_bridge.core.errors import EnergonError, did_you_mean
+from energon_bridge.core.storage import no_room
 
 _COMMANDS = {
     "analyze-debug": "Show what is read when, as a picture.",
@@ -34,6 +36,8 @@ _COMMANDS = {
     "which": "Name the samples of a step, without reading data.",
 }
 
+_WORDS = "energon words"
+"""In the context, the arguments: among them are the folders that a full disk is looked for in."""
 _ANSWERS = {
     "prepare": "--split-ratio 8,1,1, then --sample-type CaptioningSample --field-map "
     '\'{"image": "jpg", "caption": "txt"}\', or --sample-type CrudeWebdataset, or --skip-dataset-yaml; and '
@@ -70,6 +74,10 @@ class _LazyGroup(SuggestingGroup):
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        ctx.meta[_WORDS] = list(args)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> object:
         if sys.stdin is None:  # closed, as some schedulers do: a question gets no answer, rather than a traceback
             return self._invoke_alone(ctx)
@@ -87,6 +95,13 @@ class _LazyGroup(SuggestingGroup):
             if ctx.params.get("debug"):
                 raise
             raise click.ClickException(str(error)) from error
+        except Exception as error:
+            words = [word for word in reversed(ctx.meta.get(_WORDS, ())) if os.sep in word or os.path.exists(word)]
+            places = [*words, tempfile.gettempdir(), os.getcwd()]  # of equally full ones, the first is named
+            full = no_room(error, places)
+            if full is None or ctx.params.get("debug"):
+                raise
+            raise click.ClickException(str(full)) from error
 
     def _invoke_alone(self, ctx: click.Context) -> object:
         with open(os.devnull) as nothing:

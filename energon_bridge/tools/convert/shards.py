@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from energon_bridge.core.errors import ConfigurationError, DecodeError, SourceError, StorageError
+from energon_bridge.core.errors import ConfigurationError, DecodeError, SourceError
 from energon_bridge.core.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.core.format.key_index import KeyIndexWriter
 from energon_bridge.core.format.media import HEAD_BYTES, missing_package
@@ -48,7 +48,7 @@ from energon_bridge.core.format.tar import split_member_name
 from energon_bridge.core.format.tar_index import encode_index, index_name
 from energon_bridge.core.prepare.indexing import RECORD_SUFFIX, ShardRecord
 from energon_bridge.core.prepare.staging import Staging
-from energon_bridge.core.storage import LocalStore, open_store
+from energon_bridge.core.storage import LocalStore, cannot_write, open_store
 from energon_bridge.tools.check.media import MediaFilter, add_media, metadata_row, read_media
 from energon_bridge.tools.convert.edits import edited_dataset, edited_splits
 
@@ -357,4 +357,4 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot write: {error}. Is the disk full?") from error
+        raise cannot_write(path, error) from error

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.storage import ByteRange, write_file
+from energon_bridge.core.storage import ByteRange, cannot_write, write_file
 from energon_bridge.tools.forecast.epochs import Forecast
 from energon_bridge.tools.preview.batches import ShownBatch
 from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, ShownItem, ShownTurn
@@ -105,7 +105,7 @@ def write_pages(
             shutil.rmtree(out)
         os.replace(partial, out)
     except OSError as error:
-        raise ConfigurationError(f"{out}: cannot write the pages: {error}") from error
+        raise cannot_write(out, error, " the pages") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return writer.count

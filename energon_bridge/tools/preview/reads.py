@@ -22,6 +22,7 @@ from PIL import Image
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.order.rng import IntArray
+from energon_bridge.core.storage import cannot_write
 from energon_bridge.tools.forecast.planned_run import Run
 from energon_bridge.tools.forecast.samples import name_steps
 
@@ -234,7 +235,7 @@ def write_picture(path: Path, reads: Reads, *, title: str) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
-        raise ConfigurationError(f"{path}: cannot write the picture: {error}") from error
+        raise cannot_write(path, error, " the picture") from error
     finally:
         partial.unlink(missing_ok=True)
 

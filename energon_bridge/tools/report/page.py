@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import dataset_names
+from energon_bridge.core.storage import cannot_write
 from energon_bridge.tools.preview.pages import PageBlock, write_pages, write_run
 from energon_bridge.tools.preview.sample_source import DrawnSample, SampleSource
 from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, HighLoss, RankSummary, RunRecorder
@@ -36,7 +38,7 @@ def write_report(
     facts: Mapping[str, object] | None = None,
     spec: DatasetSpec | None = None,
 ) -> None:
-    """Write the report of a run; the file appears as a whole or not at all.
+    """Write the report of a run; the file appears as a whole or not at all, which is logged as an error.
 
     Pages of the samples with the highest losses come into a folder beside it, named after it (`report-samples`).
 
@@ -65,7 +67,10 @@ def write_report(
         "Slowest microbatches, and their samples": _slowest(ranks),
         "Highest losses, and their samples": _highest(ranks, path.with_name(f"{path.stem}-samples"), spec),
     }
-    write_run(path, title, _head(ranks, recorder) | dict(facts or {}), sections)
+    try:
+        write_run(path, title, _head(ranks, recorder) | dict(facts or {}), sections)
+    except OSError as error:
+        logger.error("the run has ended, but its report is missing: %s", cannot_write(path, error))
 
 
 def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, object]:
@@ -298,7 +303,7 @@ def _pages_of(highest: Sequence[HighLoss], folder: Path, spec: DatasetSpec | Non
             return none, f"Their samples cannot be read any more, so there are no pages of them: {first.error}. "
         write_pages(folder, source, drawn, title="Samples of the highest losses")
     except Exception as error:
-        logger.warning("no pages of the samples with the highest losses", exc_info=True)
+        logger.warning("no pages of the samples with the highest losses", exc_info=not isinstance(error, EnergonError))
         return none, f"There are no pages of their samples: {type(error).__name__}: {error}. "
     return pages, f"The pages lie in {folder.name}, beside this file. "
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from commands import answer, energon, output_of, refusal_of
 from engine import ENCODERS, SeveralEncoder, SkippingEncoder, TensorEncoder, config_of, with_prepared
 from forecasts import MIXES, NEEDS_MIX, OPTIONS, Delivered, opened, ranks_of, run, write_mixes
+from full_disk import no_room
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from made import made_once
 
@@ -95,6 +97,9 @@ def test_all_steps_up_to_one_are_written_to_a_file(data: Path, tmp_path: Path, k
     arguments: tuple[Any, ...] = ("which", "--checkpoint", tmp_path / "run.ckpt", "--world-size", 2)
     output = output_of(*arguments, "--step", 2, "--until", 12, "--out", out)
     assert output.startswith(f"40 samples in {out}\nExact")
+    with no_room():
+        said = refusal_of(*arguments, "--step", 2, "--until", 12, "--out", out)
+    assert re.search(rf"File too large.*{tmp_path} has [\d,]+ bytes free: make room", said)
     assert "as if no sample from there on is skipped" in output
     rows = parquet.read_table(out).to_pylist() if parquet else json.loads(out.read_text())
     assert {row["step"] for row in rows} == set(range(2, 12))

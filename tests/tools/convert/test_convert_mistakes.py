@@ -237,7 +237,7 @@ def test_a_full_disk_is_said_by_convert_and_prepare_media(tmp_path: Path) -> Non
     (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n')
     with no_room():
         said = refusal_of("convert", tmp_path / "lines.jsonl", tmp_path / "out")
-    assert re.search(r"out/\S+: cannot write: .*Is the disk full\?", said)
+    assert re.search(r"out/\S+: cannot write: .*Is the disk full.* bytes free: make room", said)
     output_of("convert", tmp_path / "lines.jsonl", tmp_path / "out")
     with no_room():
         said = refusal_of("prepare-media", tmp_path / "out", "--media-metadata-by-extension")
