@@ -155,6 +155,7 @@ class DataConfig:
         blank_media: Microbatches without images (videos, sounds) get a blank one that changes no loss, so that all
             ranks run the whole model, as FSDP and ZeRO need it.
         error_policy: Fields of `ErrorPolicy`, such as `{quarantine: failed.jsonl}` (in the working directory).
+        ban: A file of keys, one a line: these training samples are withdrawn from where the run begins or goes on.
         settings: Further settings of the data module, by name.
     """
 
@@ -186,6 +187,7 @@ class DataConfig:
     max_sound_seconds: float | None = None
     blank_media: bool = False
     error_policy: dict[str, Any] | None = None
+    ban: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property

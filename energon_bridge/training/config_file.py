@@ -36,10 +36,12 @@ _SET_BY_TRAINING = (
 """Settings of the data module that have other keys, or none: training decides how long it lasts."""
 _CALLED = {
     "batch_size": "data.micro_batch_size",
+    "max_sound_seconds": "data.max_sound_seconds",
     "max_steps": "train.max_steps",
     "on_mismatch": "data.on_mismatch=adapt",
     "today": "data.today",
     "trust_remote_code": "data.trust_remote_code=true",
+    "video_sound": "data.video_sound",
 }
 """Arguments that error messages name, and their keys in a configuration."""
 

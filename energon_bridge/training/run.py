@@ -48,7 +48,7 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import export_model
-from energon_bridge.training.run_data import build_data_module, build_feedback, load_inputs
+from energon_bridge.training.run_data import build_data_module, build_feedback, load_inputs, withdraw
 from energon_bridge.training.run_folder import discard_replaced, kept_description, prepare_run_dir
 from energon_bridge.training.run_model import load_bundle
 
@@ -123,6 +123,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
             say_fresh_start(run_dir)
         if trainer.is_global_zero:
             trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: discard_replaced(run_dir)))
+        trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: withdraw(config, data)))
         trainer.fit(module, datamodule=data, ckpt_path=checkpoints[-1] if checkpoints else None)
         if validates and not checkpointer.stopped and module.validated_step != trainer.global_step:
             trainer.validate(module, datamodule=data, verbose=False)
@@ -150,6 +151,7 @@ def dry_run(config: RunConfig, *, inputs: bool = False) -> str:
             return ""
         data = build_data_module(config, bundle)
         try:
+            withdraw(config, data)
             batch = next(iter(data.train_dataloader()))
         finally:
             data.close()

@@ -20,6 +20,7 @@ from energon_bridge.core.errors import (
     UnknownArgumentError,
     did_you_mean,
 )
+from energon_bridge.core.loader.bans import load_keys
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.stream.policy import ErrorPolicy
 from energon_bridge.trainers.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading
@@ -110,6 +111,17 @@ def build_data_module(
         seed=config.seed,
         **data.settings,
     )
+
+
+def withdraw(config: RunConfig, data: EnergonMultiModalDataModule) -> None:
+    """Withdraw the training samples that a configuration bans, after the state of the run has been restored.
+
+    Raises:
+        ConfigurationError: The file has a key that no dataset has.
+        StorageError: It cannot be read.
+    """
+    if config.data.ban is not None:
+        data.ban(load_keys(config.data.ban))
 
 
 def _sample_types(data: DataConfig) -> set[type]:

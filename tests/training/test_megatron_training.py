@@ -96,6 +96,22 @@ def test_a_run_goes_on_as_it_would_have(
     assert sorted(step for step, _ in highest) == [SAVED + 1] * 4 + [MAX_STEPS] * 4
 
 
+@pytest.mark.parametrize("loading", ["every_rank", "one_rank"])
+def test_samples_are_withdrawn_where_a_run_goes_on(
+    dataset: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, list[list[str]]], loading: str
+) -> None:
+    run, batches = uninterrupted
+    gone = batches[SAVED][::3]
+    (tmp_path / "gone.txt").write_text("\n".join(gone))
+    own = ("validation.limit_batches=0", f"data.ban={tmp_path / 'gone.txt'}", f"parallel.replica_loading={loading}")
+    config = continued(run, tmp_path, SAVED, dataset, *own, *WHOLE)
+    _, following = train(config, 4, resume=True)
+    seen = [key for batch in following for key in batch]
+    assert len(seen) == 8 * (MAX_STEPS - SAVED)
+    assert not {*seen} & {*gone}
+    assert {*seen} > {key for batch in batches[SAVED:] for key in batch} - {*gone}
+
+
 def highest_losses(config: RunConfig, losses: dict[int, float]) -> dict[tuple[int, str], float]:
     """Return what a report says are the highest losses, by step and first key; each step's loss is between its own."""
     text = (Path(config.run_dir) / "report.html").read_text()

@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 
 from run_outputs import hexes, read_losses
 
+from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import list_checkpoints
@@ -260,6 +261,30 @@ def test_ddp_stopped_in_an_epoch_goes_on_exactly(
     assert second == {step: steps[step] for step in range(5, 20)}
     losses = read_losses(config.run_dir)
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_samples_are_withdrawn_where_a_run_goes_on_and_stay_so(
+    dataset: Path, tmp_path: Path, whole: tuple[Any, dict[int, float]], ranks: int
+) -> None:
+    """By `data.ban`; the checkpoints remember, so a later resume does without it."""
+    steps, _ = whole
+    later = sorted({key for step in range(5, 20) for keys in steps[step] for key in keys.split(",")})
+    gone = later[::7]
+    (tmp_path / "gone.txt").write_text("\n".join(["# by request", *gone]))
+    run_dir = tmp_path / "run"
+    first = train_on(1, configuration(dataset, run_dir, *EPOCH), tmp_path / "first", stop_at=8)
+    assert first == {step: steps[step] for step in range(8)}
+    banning = configuration(dataset, run_dir, *EPOCH, f"data.ban={tmp_path / 'gone.txt'}")
+    second = train_on(ranks, banning, tmp_path / "second", resume=True, stop_at=13)
+    third = train_on(1, configuration(dataset, run_dir, *EPOCH), tmp_path / "third", resume=True)
+    assert [*second, *third] == [*range(5, 13), *range(10, 20)]
+    seen = {key for some in (second, third) for each in some.values() for keys in each for key in keys.split(",")}
+    assert seen >= {*later} - {*gone}
+    assert not seen & {*gone}
+    (tmp_path / "gone.txt").write_text("nobody\n")
+    with pytest.raises(ConfigurationError, match=r"ban: 1 of 1 keys are not in .*: 'nobody'"):
+        training.dry_run(banning)
 
 
 def test_another_global_batch_size_is_said_and_steps_are_not_named_wrongly(

@@ -22,7 +22,14 @@ from torch import Tensor
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.deferred import Deferred
 from energon_bridge.core.encoder.hooks import count_over_long
-from energon_bridge.core.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
+from energon_bridge.core.errors import (
+    ConfigurationError,
+    OverLongSampleError,
+    SampleError,
+    SkipSample,
+    called,
+    check_number,
+)
 from energon_bridge.core.samples import VidQASample
 from energon_bridge.models.conversations.batching import SequenceTaskEncoder
 from energon_bridge.models.conversations.blank_media import Blank, BlankMedia, blank_image, blank_kinds
@@ -226,8 +233,9 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         self._control_tokens = control_tokens(tokenizer, self._renderer.template, media)
         if self.config.video_sound and not getattr(family, "hears_videos", False):
             raise ConfigurationError(
-                "video_sound of the ChatConfig needs a model that hears videos (Qwen2.5-Omni, Qwen3-Omni), its "
-                f"model_config, and transformers 5.23 or later; the family is a {type(family).__name__}"
+                f"video_sound of the ChatConfig{called('video_sound')} needs a model that hears videos (Qwen2.5-Omni, "
+                "Qwen3-Omni), its model_config, and transformers 5.23 or later; the family is a "
+                f"{type(family).__name__}"
             )
         self._bos = bos_to_add(tokenizer, self.config.add_bos)
         if isinstance(family, ProcessorFamily) and (family.adds_bos or family.suffixed):

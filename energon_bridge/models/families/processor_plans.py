@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from energon_bridge.core.errors import SampleError
+from energon_bridge.core.errors import SampleError, called
 from energon_bridge.models.conversations.conversation import Kind
 from energon_bridge.models.families.known_processors import BY_SHAPE, SEVERAL_ALIKE, SHAPES, patches, refused_medium
 from energon_bridge.models.families.processor_calls import MediumSize, ProcessorCalls, metadata, placeholder, times_of
@@ -188,8 +188,9 @@ class ProcessorPlans:
                 writing.cut = tried
         if length >= writing.cut:
             raise SampleError(
-                f"{self.calls.name} leaves out the end of a sound of {length / self.calls.sampling_rate:.1f} "
-                "s: cut sounds off with max_sound_seconds of the ChatConfig, or leave the sample out"
+                f"{self.calls.name} leaves out the end of a sound of {length / self.calls.sampling_rate:.1f} s: cut "
+                f"sounds off with max_sound_seconds of the ChatConfig{called('max_sound_seconds')}, or leave the "
+                "sample out"
             )
 
     def _too_short(self, length: int) -> SampleError:

@@ -84,7 +84,7 @@ from energon_bridge.training.run import (
     main_rank_first,
     report_title,
 )
-from energon_bridge.training.run_data import build_data_module, build_feedback
+from energon_bridge.training.run_data import build_data_module, build_feedback, withdraw
 from energon_bridge.training.run_folder import discard_replaced, kept_description, prepare_run_dir
 from energon_bridge.training.run_model import load_bundle
 
@@ -195,6 +195,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     feedback = build_feedback(config, ranks.groups.dp)
     record = None if feedback is None else partial(record_losses, feedback)
     step = _resume(training, loader, run_dir / "checkpoints", feedback) if resume else 0
+    withdraw(config, data)
     if ranks.main:
         say_complete(step, config.train.max_steps)
     progress = RunProgress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)

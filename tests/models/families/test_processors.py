@@ -42,6 +42,7 @@ from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateT
 from energon_bridge.models.families.processor_calls import ProcessorCalls
 from energon_bridge.models.families.processor_plans import ProcessorPlans
 from energon_bridge.models.images.devices import normalise_on_device
+from energon_bridge.training.config_file import load_config
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SHORT = {
@@ -297,7 +298,9 @@ def test_an_encoder_travels_to_its_workers(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("name", "most"), [("Qwen2AudioProcessor", 30.0), ("Gemma3nProcessor", 30.0), ("Qwen3ASRProcessor", None)]
 )
-def test_a_sound_that_its_processor_cuts_off_is_refused(name: str, most: float | None) -> None:
+def test_a_sound_that_its_processor_cuts_off_is_refused(
+    name: str, most: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     processor = tiny_processor(name)
     chat = ChatConfig(chat_template=template_of(processor), seq_length=60_000, over_long="raise")
     with planned():
@@ -317,6 +320,13 @@ def test_a_sound_that_its_processor_cuts_off_is_refused(name: str, most: float |
     for seconds in (most + 0.2, most + 1, 45):
         with pytest.raises(SampleError, match=f"{name} leaves out the end of a sound of {seconds:.1f} s"):
             heard(seconds)
+    with monkeypatch.context() as patched:
+        patched.setattr("energon_bridge.core.errors._CALLED", {})
+        with pytest.raises(SampleError, match=r"max_sound_seconds of the ChatConfig, or leave"):
+            heard(45)
+        load_config(None)  # what the training script calls it
+        with pytest.raises(SampleError, match=r"of the ChatConfig \(data\.max_sound_seconds\), or leave"):
+            heard(45)
     cutting = ChatTemplateTaskEncoder.for_processor(processor, replace(chat, max_sound_seconds=most))
     for key, value in heard(45, cutting).items():
         assert torch.equal(value, heard(most)[key]), key
