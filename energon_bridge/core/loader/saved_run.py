@@ -155,6 +155,11 @@ class SavedRun:
     banned: Mapping[str, LeafBans] = field(default_factory=dict)
     out: SavedOut | None = None
 
+    @property
+    def sharers(self) -> int:
+        """The lanes that share each packing buffer, and count the same draws."""
+        return self.num_lanes // (self.settings.get("packing_buffers") or self.num_lanes or 1) or 1
+
 
 # Writing -------------------------------------------------------------------------------------------------------------
 
@@ -689,12 +694,10 @@ def leaf_rows(saved: SavedRun) -> list[State]:
     """
     lanes = saved.lanes.values()
     repeats = saved.settings.get("mode") == "repetitions"
-    buffers = saved.settings.get("packing_buffers") or saved.num_lanes
-    sharers = saved.num_lanes // buffers  # lanes that count the same draws
     waiting = sum((lane.held.samples(Stage.GROUP, len(saved.leaves)) for lane in lanes), np.zeros(len(saved.leaves)))
     rows = []
     for number, leaf in enumerate(saved.leaves):
-        draws = sum(lane.leaf_draws[number] for lane in lanes) // sharers if saved.kind == "train" else None
+        draws = sum(lane.leaf_draws[number] for lane in lanes) // saved.sharers if saved.kind == "train" else None
         names = ("identity", "path", "split_part", "subset", "share", "num_samples", "parked")
         row = {name: leaf[name] for name in names}
         row["draws"] = draws

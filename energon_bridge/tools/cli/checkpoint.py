@@ -108,7 +108,12 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
         lanes = summary["num_lanes"]
         yield "position", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
         if summary["held"]:
-            yield "held", f"{summary['held']:,} rows, drawn but not delivered yet: in packs, groups and batches"
+            buffers = summary["settings"].get("packing_buffers") or lanes
+            shared = f"; {lanes} lanes share {buffers} packing buffers" if buffers < lanes else ""
+            yield (
+                "held",
+                f"{summary['held']:,} samples, drawn but not delivered yet: in packs, groups and batches{shared}",
+            )
         missing = summary["missing_lanes"]
         if not missing:
             yield "lanes", f"{lanes}, all here"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import output_of
 from engine import config_of, text_dataset
 
 from energon_bridge import DefaultTaskEncoder, Packer, TextSample, get_savable_loader, get_train_dataset
@@ -218,3 +222,21 @@ def test_what_a_buffer_keeps_about_epochs_is_what_its_samples_say(
         taken += len(next(packs))
     assert checked[0] > 20
     assert max(asked.values()) == 1
+
+
+@pytest.mark.parametrize("lanes", [4, 24])
+def test_the_draws_and_samples_of_a_shared_buffer_are_counted_once(folder: Path, tmp_path: Path, lanes: int) -> None:
+    """As `energon checkpoint show` names them: what was drawn was delivered, or is held."""
+    config = replace(config_of(1, 0), num_lanes=lanes)
+    spec = get_train_dataset(
+        folder / "500", task_encoder=Packs(), packing_buffer_size=100, batch_size=1, worker_config=config
+    )
+    loader = get_savable_loader(spec)
+    delivered = [key for batch in islice(loader, 40) for key in batch.__key__[0].split()]
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    said = output_of("checkpoint", "show", tmp_path / "state.json")
+    found = re.search(r"microbatch 40 of the run, ([\d,]+) draws\nheld: +([\d,]+) samples, drawn but not ", said)
+    assert found is not None
+    drawn, held = (int(number.replace(",", "")) for number in found.groups())
+    assert drawn == len(delivered) + held
+    assert ("24 lanes share 4 packing buffers" in said) == (lanes == 24)
