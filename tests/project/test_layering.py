@@ -47,7 +47,7 @@ BUDGETS = {
     "cloud": 3_450,
     "models": 11_700,
     "trainers": 4_750,
-    "tools": 14_250,
+    "tools": 14_400,
     "compat": 2_560,
     "training": 3_060,
 }

@@ -397,6 +397,8 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:
         parts = ", ".join(f"{name} {float(ratio):g}" for name, ratio in options.split.ratios if ratio)
+    groups = getattr(source, "groups", None) if parts.count(",") else None
+    parts += f", by {len({*groups}):,} speakers: none is in two splits" if options.split and groups else ""
     click.echo(f"Split: {parts}" + f", as {told_by} says (--split-ratio gives another)" * bool(told_by))
     if options.reencodes:
         click.echo("Sizes are before scaling images down.")

@@ -104,15 +104,27 @@ def split_numbers(count: int, rule: SplitRule, segment: str = "") -> dict[str, n
     return parts
 
 
+def split_groups(groups: Sequence[str], rule: SplitRule) -> dict[str, np.ndarray]:
+    """Assign sample numbers to split parts by ratio, those of a group (a speaker) to one part."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    of_samples = np.array([numbers[name] for name in groups])
+    parts = split_numbers(len(numbers), rule).items()
+    return {part: np.flatnonzero(np.isin(of_samples, chosen)) for part, chosen in parts}
+
+
 def shards_of_plan(source: Source, options: ConvertOptions, runs: Runs = ()) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name of each shard and the numbers of its samples; without `runs`, all are found in one."""
     segments = segments_of(source)
     now = {name: count for _, name, count in segments}
     rule = options.split if options.split is not None and options.split.ratios else None
+    groups = getattr(source, "groups", None) if rule else None
+    grouped = {} if groups is None or rule is None else split_groups(groups, rule)
     dealt: dict[str, list[list[np.ndarray]]] = {}
     start = 0
     for part, name, count in segments:
         by_part = split_numbers(count, rule, name) if rule else {part or "train": np.arange(count)}
+        if grouped:
+            by_part = {to: of[(of >= start) & (of < start + count)] - start for to, of in grouped.items()}
         for to, numbers in by_part.items():
             of_runs = dealt.setdefault(to, [[] for _ in runs or (now,)])
             ends = np.searchsorted(numbers, [run.get(name, 0) for run in runs or (now,)]).tolist()

@@ -35,14 +35,21 @@ from energon_bridge.tools.convert.rows import (
     Source,
     SourceSample,
 )
-from energon_bridge.tools.convert.speech import PROMPT, SpeechSource, as_speech, open_kaldi
+from energon_bridge.tools.convert.speech import (
+    PROMPT,
+    TRANSCRIPTS,
+    SpeechSource,
+    as_speech,
+    open_kaldi,
+    open_librispeech,
+)
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, name_split
 from energon_bridge.tools.convert.tars import MixedTars, TarSource
 
 if TYPE_CHECKING:
     pass
 
-KINDS = ("table", "pairs", "classes", "lists", "parquet", "huggingface", "kaldi", "webdataset", "mix")
+KINDS = ("table", "pairs", "classes", "lists", "parquet", "huggingface", "kaldi", "librispeech", "webdataset", "mix")
 _logger = logging.getLogger(__name__)
 _TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 _LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -77,6 +84,7 @@ def open_source(
         "table": lambda: _open_list(path, media, prompt),
         "lists": lambda: ListsSource(path, media, prompt),
         "kaldi": lambda: open_kaldi(path, media, prompt or PROMPT),
+        "librispeech": lambda: open_librispeech(path, media, prompt or PROMPT),
         "pairs": lambda: FolderSource(path, as_classes=False),
         "classes": lambda: FolderSource(path, as_classes=True),
         "folder": lambda: FolderSource(path, as_classes=None),
@@ -133,6 +141,8 @@ def _look(path: Path) -> tuple[str, Path]:
     if (path / _KALDI).exists():
         return "kaldi", path
     names = [name for _, _, files in os.walk(path) for name in files if not name.startswith(".")]
+    if any(name.endswith(TRANSCRIPTS) for name in names):
+        return "librispeech", path
     below = _folders_with_lists(path)
     if below and not any(name.endswith(".parquet") and name not in _LISTS for name in names):
         return "lists", path
@@ -249,6 +259,12 @@ class ListsSource:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    @cached_property
+    def groups(self) -> list[str] | None:
+        """Return what the rows of each list are kept together by, if all lists have something."""
+        found = [getattr(source, "groups", None) or () for source in self._sources]
+        return [name for names in found for name in names] if all(found) else None
 
     @cached_property
     def late(self) -> tuple[int, ...]:

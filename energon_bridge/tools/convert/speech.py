@@ -1,9 +1,12 @@
-"""Speech with its text, of NeMo's manifests and Kaldi's folders: conversations about a sound.
+"""Speech with its text, of NeMo's manifests, other lists and Kaldi's folders: conversations about a sound.
 
     manifest.json, .jsonl      a line each: `audio_filepath` (relative to the manifest), `duration`, `offset`, `text`
+    list.tsv, .csv, .jsonl     columns of Common Voice (`path`, `sentence`), FLEURS and the like (`_NAMES`)
+    FOLDER/…/*.trans.txt       `UTTERANCE WORDS…`, of LibriSpeech: the sound lies beside it
     FOLDER/wav.scp             `RECORDING PATH`; a command (`… |`) is never run
     FOLDER/segments            `UTTERANCE RECORDING BEGIN END`; without it, recordings are utterances
     FOLDER/text                `UTTERANCE WORDS…`
+    FOLDER/utt2spk             `UTTERANCE SPEAKER`; no speaker is in two splits then
 
 The question is the same for all, the answer is the text. A sound with an `offset` becomes a file of its own, FLAC: only
 that part of the recording is decoded and copied, sample by sample as it is; samples of more than 16 bits stay 24, and
@@ -14,10 +17,13 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +32,16 @@ import numpy as np
 from energon_bridge.core.errors import DecodeError, SourceError
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.av.media_file import import_av
+from energon_bridge.models.conversations.parts import medium_by_name
 from energon_bridge.models.conversations.questions import template_columns, with_texts
 from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import BESIDE_PAIRS, CONVERSATIONS, PAIRS, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import FileRef, Layout, Row, Source, located, media_file, shown
+from energon_bridge.tools.convert.splits import folder_split, part_order
 
+TRANSCRIPTS = ".trans.txt"
+"""How LibriSpeech's files of texts end."""
 PROMPT = "Transcribe the speech."
 """The question about each sound, if none is given."""
 _FILE = "audio_filepath"
@@ -39,6 +49,18 @@ _TAKEN = ("audio_filepath", "offset", "duration", "text")
 _TOLERANCE = 0.2
 """Seconds by which a file may differ from its `duration`, or end before a part of it does."""
 _LOOKED_AT = 20
+_NAMES = (
+    ("audio_filepath", "text"),
+    *((file, "text") for file in ("wav", "wav_path", "wav_filename")),
+    *(
+        (file, text)
+        for file in ("path", "file", "file_name", "filename", "wav", "wav_path", "wav_filename", "audio", "audio_path")
+        for text in ("sentence", "transcription", "transcript", "raw_transcription")
+    ),
+)
+"""Columns of a sound and of what is said in it; `text` is that only beside those of lists of speech."""
+_SPEAKERS = ("speaker", "speaker_id", "spk_id", "client_id")
+_SOUNDS = (".flac", ".wav", ".mp3", ".ogg", ".opus", ".m4a")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +142,53 @@ def as_flac(samples: np.ndarray, rate: int) -> bytes:
 
 
 class SpeechSource(TableSource):
-    """Entries with `audio_filepath` and `text`, as conversations."""
+    """Entries with a sound and its text, in columns of these names, as conversations; `speakers` are those of each."""
 
     def __init__(
-        self, path: Path, entries: ListedEntries | LineEntries, media: Path | None, kind: str, prompt: str
+        self,
+        path: Path,
+        entries: ListedEntries | LineEntries,
+        media: Path | None,
+        kind: str,
+        prompt: str,
+        *,
+        names: tuple[str, str] = _NAMES[0],
+        speakers: Sequence[str] | None = None,
     ) -> None:
         super().__init__(path, entries, media, kind)
         self.prompt = prompt
-        if (unused := _unused(entries)) is not None:
+        self._file, self._text = names
+        self._speakers = speakers
+        if (unused := _unused(entries, names)) is not None:
             self.left_out = (unused,)
+
+    @cached_property
+    def groups(self) -> Sequence[str] | None:
+        """The speaker of each entry, so that none is in two splits; None: unknown, or it is one."""
+        found = self._speakers
+        columns = [name for name in _SPEAKERS if all(entry.get(name) for entry in _first(self.entries))]
+        if found is None and columns:
+            found = list(self._of_all(columns[0]))
+        return found if found is not None and len({*found}) > 1 else None
+
+    def _of_all(self, column: str) -> Iterator[str]:
+        for number in range(len(self)):
+            said: object = None
+            with suppress(SourceError):  # it fails when it is read
+                said = self.entries.entry(number)[0].get(column)
+            yield str(said or number)
 
     def _row(self, entry: Mapping[str, Any], where: str) -> Row:
         with located(where):
             sound = self._sound(entry)
-            values = {name: value for name, value in entry.items() if name not in _TAKEN}
+            values = {name: value for name, value in entry.items() if name not in (*_TAKEN, self._file, self._text)}
             if any(name in entry for name in CONVERSATIONS) or find_pair(entry) is not None:
-                return Row(where=where, values=values, files={"audios": (sound,)}, named={_FILE: [entry[_FILE]]})
-            text = entry.get("text")
+                return Row(
+                    where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]}
+                )
+            text = entry.get(self._text)
             if not isinstance(text, str):
-                raise SourceError(f"`text` is {str(text)[:60]!r}, expected what is said in the sound.")
+                raise SourceError(f"`{self._text}` is {str(text)[:60]!r}, expected what is said in the sound.")
             if self.prompt == PROMPT and _is_translated(entry):
                 raise SourceError(
                     f"the text is a translation ({shown(text)}), and the question {PROMPT!r}: give another, such as "
@@ -147,12 +197,12 @@ class SpeechSource(TableSource):
             asked = [{"type": "audio"}, {"type": "text", "text": _asked(self.prompt, entry)}]
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
             values["messages"] = turns
-            return Row(where=where, values=values, files={"audios": (sound,)}, named={_FILE: [entry[_FILE]]})
+            return Row(where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]})
 
     def _sound(self, entry: Mapping[str, Any]) -> SoundPart:
-        path = entry.get(_FILE)
+        path = entry.get(self._file)
         if not isinstance(path, str):
-            raise SourceError(f"`{_FILE}` is {str(path)[:60]!r}, expected the path of one sound.")
+            raise SourceError(f"`{self._file}` is {str(path)[:60]!r}, expected the path of one sound.")
         if _NO_PATH.search(path):
             raise SourceError(
                 f"{path[:200]!r} is a command, a stream or a place in an archive of Kaldi, and none is run or opened "
@@ -183,9 +233,9 @@ _NO_PATH = re.compile(r"\|\s*$|^\||^-$|:\d+$")
 """Kaldi's extended filenames that are no paths."""
 
 
-def _unused(entries: ListedEntries | LineEntries) -> str | None:
+def _unused(entries: ListedEntries | LineEntries, names: Sequence[str]) -> str | None:
     """Return which columns of the first rows say nothing to a model."""
-    named = {"id", *_TAKEN, *BESIDE_PAIRS, *CONVERSATIONS, *(name for pair in PAIRS for name in pair)}
+    named = {"id", *_TAKEN, *names, *BESIDE_PAIRS, *CONVERSATIONS, *(name for pair in PAIRS for name in pair)}
     rest = dict.fromkeys(name for entry in _first(entries) for name in entry if name not in named)
     return f"the columns {', '.join(rest)} (no part of a conversation)" if rest else None
 
@@ -219,12 +269,41 @@ def _asked(prompt: str, entry: Mapping[str, Any]) -> str:
 
 
 def as_speech(source: Source, media: Path | None, prompt: str) -> SpeechSource | None:
-    """Return a list as a NeMo manifest, if its first entries are of one."""
+    """Return a list as one of speech, if its first entries are of a NeMo manifest, or have columns that tell it."""
     if type(source) is not TableSource or not (first := _first(source.entries)):
         return None
-    if not all(_FILE in entry for entry in first):
+    if all(_FILE in entry for entry in first):
+        return SpeechSource(Path(source.where), source.entries, media, "NeMo manifest", prompt)
+    if any(find_pair(entry) is not None or not entry.keys().isdisjoint(CONVERSATIONS) for entry in first):
         return None
-    return SpeechSource(Path(source.where), source.entries, media, "NeMo manifest", prompt)
+    for file, text in _NAMES:
+        if all(medium_by_name(str(entry.get(file))) == "audio" and isinstance(entry.get(text), str) for entry in first):
+            kind = f"{source.kind} of speech (`{file}`, `{text}`)"
+            return SpeechSource(Path(source.where), source.entries, media, kind, prompt, names=(file, text))
+    return None
+
+
+def open_librispeech(root: Path, media: Path | None, prompt: str) -> SpeechSource:
+    """Open a folder of LibriSpeech, or several, whose names tell their splits; raises SourceError."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for path in sorted(root.rglob(f"*{TRANSCRIPTS}")):
+        part = folder_split(path.relative_to(root).as_posix().lower())
+        for name, text in _lines(path):
+            sounds = [sound for end in _SOUNDS if (sound := path.with_name(name + end)).exists()]
+            file = os.path.relpath(sounds[0] if sounds else path.with_name(name + _SOUNDS[0]), root)
+            found.append(("" if part is None else part[0], {"id": name, _FILE: file, "text": text}))
+    found.sort(key=lambda one: part_order(one[0]))
+    parts = Counter(part for part, _ in found)
+    if "" in parts and len(parts) > 1:
+        raise SourceError(
+            f"{root}: the names of some folders tell a split (dev-clean), and of others none: rename them."
+        )
+    entries = ListedEntries(root, [entry for _, entry in found], unit="utterance", first=1, is_utf8=False)
+    speakers = [entry["id"].partition("-")[0] for _, entry in found]
+    where = root / f"*{TRANSCRIPTS}"
+    source = SpeechSource(where, entries, media, "LibriSpeech folder", prompt, speakers=speakers)
+    source.split_parts = () if "" in parts else tuple(parts.items())
+    return source
 
 
 # Kaldi ---------------------------------------------------------------------------------------------------------------
@@ -241,7 +320,11 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
         places = {name: {_FILE: path} for name, path in recordings.items()}
     entries = [{"id": name, **place, "text": texts.get(name)} for name, place in places.items()]
     found = ListedEntries(folder, entries, unit="utterance", first=1, is_utf8=False)
-    source = SpeechSource(folder / listed, found, media, "Kaldi folder", prompt)
+    speakers = None
+    if (folder / "utt2spk").exists():
+        told = dict(_lines(folder / "utt2spk"))
+        speakers = [told.get(name, name) for name in places]
+    source = SpeechSource(folder / listed, found, media, "Kaldi folder", prompt, speakers=speakers)
     if rest := len(texts.keys() - places.keys()):
         source.left_out += (f"texts of {rest:,} utterance{'s' * (rest > 1)} that {listed} does not list",)
     return source

@@ -279,3 +279,123 @@ def test_what_kaldi_cannot_give_is_named(tmp_path: Path) -> None:
     assert [said(one)[1] for one in delivered(tmp_path / "out")] == ["C"]
     (tmp_path / "data/text").unlink()
     assert "has wav.scp and text" in energon("convert", tmp_path / "data", tmp_path / "o").output
+
+
+def speakers_of(out: Path) -> dict[str, set[str]]:
+    """Return the speakers of each split, by what they say: `SPEAKER says NUMBER`."""
+    return {part: {said(one)[1].split()[0] for one in delivered(out, part)} for part in ("train", "val")}
+
+
+def utterances(folder: Path, speakers: int, each: int) -> Iterator[tuple[str, str, str]]:
+    """Write sounds, and yield the path, text and speaker of each; speakers take turns."""
+    for number in range(speakers * each):
+        name = f"s{number % speakers}"
+        written(folder / f"{name}-{number}.wav", 0.2, seed=number)
+        yield f"{name}-{number}.wav", f"{name} says {number}", name
+
+
+@pytest.mark.parametrize("form", ["kaldi", "nemo", "tsv", "librispeech"])
+def test_no_speaker_is_in_two_splits(tmp_path: Path, form: str) -> None:
+    source = folder = tmp_path / "data"
+    found = list(utterances(folder, 6, 5))
+    if form == "kaldi":
+        (folder / "wav.scp").write_text("".join(f"u{n} {path}\n" for n, (path, _, _) in enumerate(found)))
+        (folder / "text").write_text("".join(f"u{n} {text}\n" for n, (_, text, _) in enumerate(found)))
+        (folder / "utt2spk").write_text("".join(f"u{n} {name}\n" for n, (_, _, name) in enumerate(found)))
+    elif form == "nemo":
+        entries = [{"audio_filepath": path, "text": text, "speaker": name} for path, text, name in found]
+        source = lines(folder / "manifest.jsonl", entries)
+    elif form == "tsv":
+        source = folder / "validated.tsv"
+        rows = ["client_id\tpath\tsentence\n", *(f"{name}\t{path}\t{text}\n" for path, text, name in found)]
+        source.write_text("".join(rows))
+    else:
+        by_speaker: dict[str, list[str]] = {}
+        for path, text, name in found:
+            by_speaker.setdefault(name, []).append(f"{Path(path).stem} {text}\n")
+        for name, texts in by_speaker.items():
+            (folder / f"{name}.trans.txt").write_text("".join(texts))
+    told = output_of("convert", source, tmp_path / "out", "--split-ratio", "2,1,0", "--no-progress")
+    assert "by 6 speakers: none is in two splits" in told
+    speakers = speakers_of(tmp_path / "out")
+    assert {part: len(names) for part, names in speakers.items()} == {"train": 4, "val": 2}
+    assert speakers["train"] | speakers["val"] == {f"s{number}" for number in range(6)}
+    texts = {said(one)[1] for part in ("train", "val") for one in delivered(tmp_path / "out", part)}
+    assert texts == {text for _, text, _ in found}
+
+
+def test_speakers_stay_in_their_split_when_a_list_grows(tmp_path: Path) -> None:
+    found = list(utterances(tmp_path, 8, 3))
+    flags = ("--split-ratio", "2,1,0", "--no-progress")
+    entries = [{"audio_filepath": path, "text": text, "speaker": name} for path, text, name in found]
+    source = lines(tmp_path / "manifest.jsonl", entries[:13])
+    output_of("convert", source, tmp_path / "out", *flags)
+    before = speakers_of(tmp_path / "out")
+    lines(source, entries)
+    assert "Unchanged: 2 shards." in output_of("convert", source, tmp_path / "out", *flags)
+    after = speakers_of(tmp_path / "out")
+    assert {part: names & {f"s{n}" for n in range(8)} for part, names in after.items()} == before
+    assert sum(len(delivered(tmp_path / "out", part)) for part in after) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "suffix"),
+    [
+        ("path", "sentence", "tsv"),
+        ("file", "transcription", "csv"),
+        ("wav", "text", "csv"),
+        ("file_name", "transcript", "jsonl"),
+        ("audio", "raw_transcription", "json"),
+    ],
+)
+def test_lists_of_speech_are_known_by_their_columns(tmp_path: Path, file: str, text: str, suffix: str) -> None:
+    found = list(utterances(tmp_path, 2, 2))
+    source = tmp_path / f"list.{suffix}"
+    if suffix.startswith("json"):
+        entries = [{file: path, text: words, "lang_id": 4} for path, words, _ in found]
+        source.write_text(json.dumps(entries) if suffix == "json" else "\n".join(map(json.dumps, entries)))
+    else:
+        mark = "\t" if suffix == "tsv" else ","
+        rows = [mark.join((file, text, "lang_id")), *(mark.join((path, words, "4")) for path, words, _ in found)]
+        source.write_text("\n".join(rows) + "\n")
+    told = convert(source, tmp_path / "out", "--prompt", "What is said?")
+    assert f"of speech (`{file}`, `{text}`), 4 samples" in told
+    talks = delivered(tmp_path / "out")
+    assert [said(one) for one in talks] == [("What is said?", words) for _, words, _ in found]
+    for talk, (path, _, _) in zip(talks, found, strict=True):
+        expected, _ = soundfile.read(tmp_path / path, always_2d=True)
+        assert np.array_equal(sound_in(talk)[0], expected)
+
+
+def test_texts_about_sounds_are_no_speech(tmp_path: Path) -> None:
+    """As of AudioCaps, and of a folder whose `text` may say what is heard."""
+    found = list(utterances(tmp_path, 1, 3))
+    for file, text in (("audio", "caption"), ("file_name", "text")):
+        source = tmp_path / f"{text}.csv"
+        source.write_text(f"{file},{text}\n" + "".join(f"{path},{words}\n" for path, words, _ in found))
+        told = convert(source, tmp_path / f"out {text}")
+        assert "CSV, 3 samples" in told
+        assert f"to ask for {text}: list sounds in columns audio_filepath and text" in told
+
+
+def test_folders_of_librispeech(tmp_path: Path) -> None:
+    """Two for training, one for validation; a sound that is missing is one sample that fails."""
+    wanted: dict[str, list[str]] = {"train": [], "val": []}
+    for subset in ("dev-clean", "train-clean-100", "train-other-500"):
+        folder = tmp_path / "LibriSpeech" / subset / "84/121123"
+        texts = [f"{subset.upper()} WORD {number}" for number in range(3)]
+        wanted["val" if "dev" in subset else "train"] += texts
+        for number in range(3):
+            written(folder / f"84-121123-{number:04d}.flac", 0.3, seed=number)
+        rows = "".join(f"84-121123-{number:04d} {text}\n" for number, text in enumerate(texts))
+        (folder / "84-121123.trans.txt").write_text(rows)
+    told = output_of("convert", tmp_path / "LibriSpeech", tmp_path / "out", "--no-progress")
+    assert "LibriSpeech folder, 9 samples" in told
+    assert "Split: train 6, val 3" in told
+    assert {part: [said(one)[1] for one in delivered(tmp_path / "out", part)] for part in wanted} == wanted
+    (folder / "84-121123-0001.flac").unlink()
+    assert "84-121123-0001.flac: cannot read" in refusal_of(
+        "convert", tmp_path / "LibriSpeech", tmp_path / "out2", "--no-progress", "--num-workers", 1
+    )
+    told = output_of("convert", tmp_path / "LibriSpeech", tmp_path / "out2", "--no-progress", "--on-error", "skip")
+    assert "Skipped 1 sample" in told
