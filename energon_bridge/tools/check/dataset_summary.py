@@ -26,6 +26,7 @@ from energon_bridge.core.format.nvmeta import (
     read_splits,
 )
 from energon_bridge.core.storage import LocalStore, Store, open_store
+from energon_bridge.models.conversations.parts import medium_by_name
 from energon_bridge.tools.columns.stored import Column, read_columns, read_numbers
 from energon_bridge.tools.convert.splits import SPLIT_ORDER
 
@@ -35,6 +36,7 @@ _MEDIA_NUMBERS = {
     "image": ("width", "height"),
     "av": ("video_duration", "video_fps", "video_width", "video_height", "audio_duration", "audio_sample_rate"),
 }
+_LASTS = {"audio_duration": "sound", "video_duration": "video"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,11 @@ class PartType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaNumbers:
-    """Media metadata of one kind: files, and minimum and maximum of each number, such as `width`."""
+    """Media metadata of one kind: files, minimum and maximum of each number, such as `width`, and `hours` in all."""
 
     count: int
     ranges: dict[str, tuple[float, float]]
+    hours: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,16 @@ class DatasetSummary:
     column_numbers: dict[str, ColumnNumbers] = field(default_factory=dict)
     part_types: dict[str, PartType] = field(default_factory=dict)
     media: dict[str, MediaNumbers] = field(default_factory=dict)
+
+    @property
+    def hours(self) -> dict[str, float | None]:
+        """The hours of sound (of videos, too) and video; None: no metadata of media or column tells them."""
+        kinds = {medium_by_name(name if "." in name else f"x.{name}") for name in self.part_types}
+        known: dict[str, float | None] = {"sound": None} if "audio" in kinds else {}
+        known |= {"video": None} if "video" in kinds else {}
+        if (seconds := self.column_numbers.get("sound_seconds")) is not None:
+            known["sound"] = seconds.mean * self.num_samples / 3600
+        return known | dict(self.media["av"].hours if "av" in self.media else {})
 
 
 def summarize_dataset(
@@ -238,15 +251,18 @@ def _media(index: sqlite3.Connection) -> dict[str, MediaNumbers]:
     kinds = index.execute("SELECT metadata_type, count(*) FROM media_metadata GROUP BY 1 ORDER BY 1").fetchall()
     for kind, count in kinds:
         ranges: dict[str, tuple[float, float]] = {}
+        hours = {}
         for name in _MEDIA_NUMBERS.get(kind, ()):
             value = f"json_extract(metadata_json, '$.{name}')"
-            least, most = index.execute(
-                f"SELECT min({value}), max({value}) FROM media_metadata WHERE metadata_type = ?",
+            least, most, total = index.execute(
+                f"SELECT min({value}), max({value}), sum({value}) FROM media_metadata WHERE metadata_type = ?",
                 (kind,),
             ).fetchone()
             if least is not None:
                 ranges[name] = (least, most)
-        numbers[str(kind)] = MediaNumbers(count=count, ranges=ranges)
+                if (medium := _LASTS.get(name)) is not None:
+                    hours[medium] = total / 3600
+        numbers[str(kind)] = MediaNumbers(count=count, ranges=ranges, hours=hours)
     return numbers
 
 

@@ -73,6 +73,9 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
     for name, media in summary.media.items():
         ranges = "".join(f", {field} {least:,g} to {most:,g}" for field, (least, most) in media.ranges.items())
         rows.append(("media", f"{name}, {count_of(media.count, 'file')}{ranges}"))
+    for name, hours in summary.hours.items():
+        adding = f" (`energon prepare-media {summary.path} --media-metadata-by-extension` writes lengths down)"
+        rows.append(("hours", f"unknown, of {name}{adding}" if hours is None else f"{hours:,.4g} of {name}"))
     for name, column in summary.columns.items():
         numbers = summary.column_numbers.get(name)
         values = (
@@ -89,7 +92,7 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
 
 def _plain(summary: DatasetSummary) -> dict[str, Any]:
     """Return a summary as plain values; of columns what made them, not their shards."""
-    value = asdict(summary)
+    value = asdict(summary) | {"hours": summary.hours}
     value["columns"] = {
         name: {"made_of": column.made_of, "samples": column.num_samples, **value["column_numbers"].get(name, {})}
         for name, column in summary.columns.items()

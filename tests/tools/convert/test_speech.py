@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import energon, output_of, refusal_of
+from commands import answer, energon, output_of, refusal_of
 from delivered import delivered
 
 pytest.importorskip("av")
@@ -399,3 +399,19 @@ def test_folders_of_librispeech(tmp_path: Path) -> None:
     )
     told = output_of("convert", tmp_path / "LibriSpeech", tmp_path / "out2", "--no-progress", "--on-error", "skip")
     assert "Skipped 1 sample" in told
+
+
+def test_hours_of_sound_are_shown_where_lengths_are_known(tmp_path: Path) -> None:
+    found = list(utterances(tmp_path, 2, 3))
+    source = tmp_path / "list.csv"
+    source.write_text("path,sentence\n" + "".join(f"{path},{words}\n" for path, words, _ in found))
+    hours = sum(soundfile.info(tmp_path / path).duration for path, _, _ in found) / 3600
+    convert(source, tmp_path / "out", "--no-media-metadata")
+    assert "hours:        unknown, of sound (`energon prepare-media" in output_of("info", tmp_path / "out")
+    for command in (("columns", "add", tmp_path / "out", "--sound-seconds"), _LENGTHS):
+        output_of(*(tmp_path / "out" if word == "OUT" else word for word in command))
+        assert answer("info", tmp_path / "out")["hours"] == {"sound": pytest.approx(hours)}
+    assert f"hours:        {hours:,.4g} of sound" in output_of("info", tmp_path / "out")
+
+
+_LENGTHS = ("prepare-media", "OUT", "--media-metadata-by-extension")
