@@ -380,7 +380,7 @@ def test_info_knows_parts_media_columns_and_tars_that_came_later(tmp_path: Path)
     assert (found["num_samples"], found["new_shards"], found["missing_shards"]) == (2, ["later.tar"], [])
     assert found["part_types"]["txt"] == {"count": 2, "num_bytes": 10}
     assert found["part_types"]["png"]["count"] == 2
-    assert found["media"] == {"image": {"count": 2, "ranges": {"width": [40, 64], "height": [20, 30]}}}
+    assert found["media"] == {"image": {"count": 2, "ranges": {"width": [40, 64], "height": [20, 30]}, "hours": {}}}
     assert found["columns"]["width"] == {
         "made_of": "width and height of the content", "samples": 2, "least": 40, "mean": 52, "most": 64
     }  # fmt: skip
