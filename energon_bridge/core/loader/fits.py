@@ -96,7 +96,8 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
             "the state belongs to different data (- in the state, + in this run):\n"
             + "\n".join(f"  {line}" for line in difference)
             + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
-            "names of auxiliary stores. Restore the data and weights that the run started with, resume with "
+            "names of auxiliary stores. Restore the data and weights that the run started with (`energon lint` names "
+            "damaged shards), resume with "
             f'on_mismatch="adapt"{called("on_mismatch")} to continue with the new mix (a dataset whose content changed '
             "begins its epoch again), or start a new run"
         )
