@@ -42,7 +42,7 @@ def test_the_same_bytes_resume(data: Path) -> None:
     state, following = begun(data)
     good = (data / SHARD).read_bytes()
     (data / SHARD).write_bytes(good[:5000])
-    with pytest.raises(DatasetMismatchError, match="the content changed(.|\n)*`energon lint` names damaged"):
+    with pytest.raises(DatasetMismatchError, match=r"the content changed(.|\n)*`energon lint` names damaged"):
         get_savable_loader(train_dataset(data)).restore_state_rank(state)
     (data / SHARD).write_bytes(good)
     loader = get_savable_loader(train_dataset(data))
@@ -70,14 +70,14 @@ def test_other_bytes_are_prepared_and_resume_by_adapting(data: Path) -> None:
     """Old states are refused, before and after."""
     state, following = begun(data)
     write_shard(data / SHARD, {key: {"txt": TEXT.encode()} for key in LOST[:-1]})
-    with pytest.raises(DatasetMismatchError, match="the content changed(.|\n)*`energon lint` names damaged"):
+    with pytest.raises(DatasetMismatchError, match=r"the content changed(.|\n)*`energon lint` names damaged"):
         get_savable_loader(train_dataset(data)).restore_state_rank(state)
     split = data / ".nv-meta/split.yaml"
     before = split.read_bytes()
     output_of("prepare", data, "--tar-index-only", "--no-progress")
     assert split.read_bytes() == before
     loader = get_savable_loader(train_dataset(data))
-    with pytest.raises(DatasetMismatchError, match="the content changed(.|\n)*`energon lint` names damaged"):
+    with pytest.raises(DatasetMismatchError, match=r"the content changed(.|\n)*`energon lint` names damaged"):
         loader.restore_state_rank(state)
     loader.restore_state_rank(state, on_mismatch="adapt")
     texts = {key: text for batch in islice(loader, 60) for key, text in zip(batch.__key__, batch.text, strict=True)}
