@@ -539,9 +539,9 @@ def test_captions_of_flickr30k_and_textcaps(tmp_path: Path, column: str) -> None
 
 def test_tables_of_speech_say_how_to_ask_for_their_texts(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(b"RIFF")
-    rows = [{"client_id": "x", "path": "a.wav", "sentence": "Hello to you all", "locale": "en"}]
+    rows = [{"client_id": "x", "path": "a.wav", "caption": "Hello to you all", "locale": "en"}]
     output = output_of("convert", listed(tmp_path, rows), tmp_path / "out", "--no-ask", "--no-progress", "--dry-run")
-    assert "to ask for sentence: list sounds in columns audio_filepath and text" in output
+    assert "to ask for caption: list sounds in columns audio_filepath and text" in output
 
 
 def test_sounds_with_texts_beside_them_say_how_to_ask_for_these(tmp_path: Path) -> None:
