@@ -404,7 +404,7 @@ class Client:
         for rival in rivals:
             self._start(rival)
         for call in late:
-            self._tell(call, "no answer")
+            self._tell(call, "no whole answer yet")
         return len(late)
 
     def _tell(self, call: _Call, why: str) -> None:
