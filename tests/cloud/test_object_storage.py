@@ -207,7 +207,9 @@ def test_a_server_that_never_answers_is_given_up(server: ObjectServer, quick: No
     assert stalls.count
 
 
-@pytest.mark.parametrize(("fault", "why"), [("503", "HTTP 503 "), ("reset", "no answer: "), ("stall", "no whole answer yet ")])
+@pytest.mark.parametrize(
+    ("fault", "why"), [("503", "HTTP 503 "), ("reset", "no answer: "), ("stall", "no whole answer yet ")]
+)
 def test_a_store_that_makes_a_run_wait_is_named_once_a_minute(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, why: str
 ) -> None:

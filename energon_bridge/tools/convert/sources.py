@@ -74,6 +74,7 @@ def open_source(
     if media is not None and not media.is_dir():
         raise ConfigurationError(f"--media {media}: no such folder.")
     folder = path
+    by_names = kind != "table"
     if kind == "table" and path.is_dir():
         found = _look_for_list(path)
         if found is None:
@@ -81,7 +82,7 @@ def open_source(
         kind, path = found
     kind, path = (kind, path) if kind is not None else _look(path)
     readers: dict[str, Callable[[], Source]] = {
-        "table": lambda: _open_list(path, media, prompt),
+        "table": lambda: _open_list(path, media, prompt, by_names=by_names),
         "lists": lambda: ListsSource(path, media, prompt),
         "kaldi": lambda: open_kaldi(path, media, prompt or PROMPT),
         "librispeech": lambda: open_librispeech(path, media, prompt or PROMPT),
@@ -181,10 +182,10 @@ def _lists_of_splits(root: Path) -> list[str]:
     )
 
 
-def _open_list(path: Path, media: Path | None, prompt: str | None) -> Source:
-    """Open a table, or a NeMo manifest, which is one of sounds."""
+def _open_list(path: Path, media: Path | None, prompt: str | None, *, by_names: bool = True) -> Source:
+    """Open a table, or a list of speech: a NeMo manifest or, `by_names`, one that its other columns tell."""
     source = open_table(path, media)
-    return as_speech(source, media, prompt or PROMPT) or source
+    return as_speech(source, media, prompt or PROMPT, by_names=by_names) or source
 
 
 # Lists in folders -----------------------------------------------------------------------------------------------------

@@ -268,13 +268,15 @@ def _asked(prompt: str, entry: Mapping[str, Any]) -> str:
     return with_texts(prompt, {name: str(entry[name]) for name in columns}) if columns else prompt
 
 
-def as_speech(source: Source, media: Path | None, prompt: str) -> SpeechSource | None:
-    """Return a list as one of speech, if its first entries are of a NeMo manifest, or have columns that tell it."""
+def as_speech(source: Source, media: Path | None, prompt: str, *, by_names: bool) -> SpeechSource | None:
+    """Return a list as one of speech, if its first entries are of a NeMo manifest or, `by_names`, as of others."""
     if type(source) is not TableSource or not (first := _first(source.entries)):
         return None
     if all(_FILE in entry for entry in first):
         return SpeechSource(Path(source.where), source.entries, media, "NeMo manifest", prompt)
-    if any(find_pair(entry) is not None or not entry.keys().isdisjoint(CONVERSATIONS) for entry in first):
+    if not by_names or any(
+        find_pair(entry) is not None or not entry.keys().isdisjoint(CONVERSATIONS) for entry in first
+    ):
         return None
     for file, text in _NAMES:
         if all(medium_by_name(str(entry.get(file))) == "audio" and isinstance(entry.get(text), str) for entry in first):

@@ -362,6 +362,9 @@ def test_lists_of_speech_are_known_by_their_columns(tmp_path: Path, file: str, t
     assert f"of speech (`{file}`, `{text}`), 4 samples" in told
     talks = delivered(tmp_path / "out")
     assert [said(one) for one in talks] == [("What is said?", words) for _, words, _ in found]
+    told = convert(source, tmp_path / "table", "--kind", "table")
+    assert f"to ask for {text}: list sounds in columns" in told
+    assert f"'{text}': '{found[0][1]}'" in told
     for talk, (path, _, _) in zip(talks, found, strict=True):
         expected, _ = soundfile.read(tmp_path / path, always_2d=True)
         assert np.array_equal(sound_in(talk)[0], expected)
