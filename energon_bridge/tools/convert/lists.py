@@ -916,7 +916,8 @@ def text_of_sounds(rows: Sequence[Row]) -> str | None:
     of_rows = [[one for one in row.files.values() if not isinstance(one, tuple | TextRef)] for row in rows]
     if not all(of and {medium_by_name(f"x.{one.extension}") for one in of} == {"audio"} for of in of_rows):
         return None
-    names = "text sentence transcription raw_transcription transcript normalized_text caption caption_1".split()
+    said = ("text", "sentence", "transcription", "raw_transcription", "transcript", "normalized_text")
+    names = (*said, "caption", "caption_1")
     beside = [one.extension for row in rows for one in row.files.values() if isinstance(one, TextRef)]
     return _named(list(dict.fromkeys(name for row in rows for name in row.values)), names) or next(iter(beside), None)
 
