@@ -165,7 +165,7 @@ def _microbatches(encoding: DatasetSpec, encoder: Any, run: Run, count: int) -> 
 
 
 def _parts_of(dataset: Any) -> np.ndarray:
-    """Return means of a dataset's samples: bytes of texts, of headers, of the rest of media, and the number of media."""
+    """Return means of a dataset's samples: bytes of texts, headers and the rest of media, and the number of media."""
     if not isinstance(dataset, PreparedDataset) or not hasattr(dataset, "shard_counts"):
         raise ConfigurationError(f"--grids looks into tars, and {dataset.path} has none")
     total = int(sum(dataset.shard_counts))

@@ -241,7 +241,7 @@ def test_a_worker_that_dies_changes_nothing(data: Path, name: str) -> None:
 
 
 def test_each_picture_is_read_and_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And language ranks read less than a tenth of what one grid does, encoder ranks no more than their samples have."""
+    """And language ranks read less than a tenth of what one grid does, encoder ranks at most what their samples are."""
     data = pictures_dataset(tmp_path, (12,), side=640)
     with tarfile.open(data / "train" / "0.tar") as tar:
         members = tar.getmembers()
