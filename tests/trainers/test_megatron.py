@@ -196,10 +196,13 @@ def test_fewer_loaders_than_data_parallel_ranks_are_refused(dataset: Path) -> No
     on_ranks(load, tensor_model_parallel_size=1)
 
 
-@pytest.mark.skipif(
+needs_gtp = pytest.mark.skipif(
     "gtp_remat_size" not in inspect.signature(parallel_state.initialize_model_parallel).parameters,
     reason="megatron-core 0.19 has generalised tensor parallelism",
 )
+
+
+@needs_gtp
 @pytest.mark.parametrize("inner", ["tensor_model_parallel_size", "context_parallel_size"])
 def test_megatrons_own_peers_get_microbatches_of_their_own(inner: str, dataset: Path) -> None:
     def load(rank: int) -> Any:
@@ -215,6 +218,46 @@ def test_megatrons_own_peers_get_microbatches_of_their_own(inner: str, dataset: 
     assert len({str(taken[0]) for taken in by_rank.values()}) == 4
     for place, taken in results:
         assert all(one == by_rank[place][0] for one in taken)
+
+
+GTP_LEGS = [(4, 1, 2), (8, 2, 2), (4, 1, 1), (8, 2, 4), (8, 1, 2), (4, 1, 4)]
+"""Ranks, tensor-parallel size and size of generalised tensor parallelism of runs, each from the state of the last."""
+
+
+@needs_gtp
+def test_an_epoch_has_each_sample_once_over_resumes_on_other_sizes_of_peers(dataset: Path) -> None:
+    each = 8
+    whole = keys(module(dataset).train_dataloader(), each * len(GTP_LEGS))
+
+    def load(_: int, tensor: int, peers: int, state: Any) -> Any:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, gtp_remat_size=peers)
+        loading = "one_rank" if tensor > 1 else "every_rank"
+        data = module(dataset, replica_loading=loading)
+        train = data.train_dataloader()
+        if state is not None:
+            train.load_state_dict(state)
+        place, size = rank_and_size(data)
+        assert size == dist.get_world_size() // tensor
+        taken = keys(train, each // size)
+        found = place, parallel_state.get_tensor_model_parallel_rank(), taken, train.state_dict()
+        dist.barrier()
+        return found
+
+    state = None
+    seen: list[str] = []
+    for ranks, tensor, peers in GTP_LEGS:
+        results = on_gloo(ranks, lambda rank, leg=(tensor, peers, state): load(rank, *leg))
+        by_place = {place: taken for place, _, taken, _ in results}
+        assert {(place, inner) for place, inner, _, _ in results} == {
+            (place, inner) for place in range(ranks // tensor) for inner in range(tensor)
+        }
+        assert all(taken == by_place[place] for place, _, taken, _ in results)
+        seen += [key for step in zip(*(by_place[place] for place in sorted(by_place)), strict=True) for key in step]
+        state = results[-1][3]
+    assert seen == whole
+    for epoch in (seen[:24], seen[24:]):
+        samples = [sample for microbatch in epoch for sample in microbatch.split(",")]
+        assert sorted(samples) == [f"train-{number:05d}" for number in range(48)]
 
 
 # What the loop relies on ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ can be pickled and used after a fork.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Protocol, cast
 
@@ -96,14 +96,22 @@ class FarStore(Store, Protocol):
         """Return bytes and ETag of all files below the root, None if the storage cannot tell or there are too many."""
 
 
+_KEPT = 1 << 10
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteRange:
-    """`size` bytes from byte `offset` of the file `rel` of a store."""
+    """`size` bytes from byte `offset` of the file `rel` of a store.
+
+    Attributes:
+        head: What was read of its beginning and is kept, a kibibyte at most: it is not read again.
+    """
 
     store: Store
     rel: str
     offset: int
     size: int
+    head: bytes = field(default=b"", init=False, repr=False, compare=False)
 
     @property
     def url(self) -> str:
@@ -112,7 +120,13 @@ class ByteRange:
 
     def read(self, size: int | None = None) -> bytes:
         """Return its bytes, or the first `size` of them. Raises StorageError."""
-        return self.store.read_range(self.rel, self.offset, self.size if size is None else min(size, self.size))
+        size = self.size if size is None else min(size, self.size)
+        head = self.head[:size]
+        if not head or len(head) < size:
+            head += self.store.read_range(self.rel, self.offset + len(head), size - len(head))
+        if len(self.head) < size <= _KEPT:
+            object.__setattr__(self, "head", head)
+        return head
 
 
 def as_far(store: Store) -> FarStore | None:

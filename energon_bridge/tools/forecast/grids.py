@@ -165,7 +165,7 @@ def _microbatches(encoding: DatasetSpec, encoder: Any, run: Run, count: int) -> 
 
 
 def _parts_of(dataset: Any) -> np.ndarray:
-    """Return means of a dataset's samples: bytes of texts, of headers, and of media, and the number of media."""
+    """Return means of a dataset's samples: bytes of texts, headers and the rest of media, and the number of media."""
     if not isinstance(dataset, PreparedDataset) or not hasattr(dataset, "shard_counts"):
         raise ConfigurationError(f"--grids looks into tars, and {dataset.path} has none")
     total = int(sum(dataset.shard_counts))
@@ -180,4 +180,5 @@ def _parts_of(dataset: Any) -> np.ndarray:
 def _row_of(parts: dict[str, ByteRange]) -> Sequence[float]:
     media = [part.size for name, part in parts.items() if kind_by_name(name) is not None]
     texts = sum(part.size for part in parts.values()) - sum(media)
-    return texts, len(parts) * BLOCK + sum(min(_HEAD, size) for size in media), sum(media), len(media)
+    heads = sum(min(_HEAD, size) for size in media)
+    return texts, len(parts) * BLOCK + heads, sum(media) - heads, len(media)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from energon_bridge.core.errors import (
     ConfigurationError,
@@ -210,6 +211,31 @@ def test_links_in_a_circle_end(tmp_path: Path):
 def test_an_unknown_protocol_is_a_configuration_error():
     with pytest.raises(ConfigurationError, match="no storage backend for this kind of URL"):
         open_store("nosuchprotocol://bucket/path")
+
+
+@pytest.mark.parametrize("size", [0, 1, 700, 1024, 5000])
+@given(asked=st.lists(st.one_of(st.none(), st.integers(1, 6000)), max_size=4))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_beginning_of_a_range_is_read_once(tmp_path: Path, size: int, asked: list[int | None]) -> None:
+    data = bytes(number % 251 for number in range(size))
+    (tmp_path / "file").write_bytes(b"before" + data)
+    read: set[int] = set()
+    twice: set[int] = set()
+
+    class Counting(LocalStore):
+        def read_range(self, rel: str, offset: int, length: int) -> bytes:
+            now = {*range(offset - 6, offset - 6 + length)}
+            twice.update(read & now)
+            read.update(now)
+            return super().read_range(rel, offset, length)
+
+    part = ByteRange(store=Counting(tmp_path), rel="file", offset=6, size=size)
+    for most in asked:
+        assert part.read(most) == data[:most]
+    assert len(part.head) <= 1024
+    if asked:  # what was read first, if it is little, is not read again
+        assert not twice & {*range((asked[0] or size) if (asked[0] or size) <= 1024 else 0)}
+    assert part == ByteRange(store=part.store, rel="file", offset=6, size=size)
 
 
 def test_a_stream_reads_what_it_knows_from_memory(tmp_path: Path) -> None:

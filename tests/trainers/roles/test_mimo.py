@@ -1,22 +1,28 @@
-"""megatron-core's own MIMO model (mock sizes): two grids train as one grid does, over stops, on grids of any sizes.
+"""megatron-core's own MIMO model (mock sizes): two grids train as one that is never stopped, over kills, on any sizes.
 
 The model of one grid runs whole, `MimoModel.forward`, on each microbatch of a global batch. Of two grids, encoder ranks
-run its vision part and send the features of each language rank to it; language ranks send the gradients back.
+run its vision part and send the features of each language rank to it; language ranks send the gradients back. In the
+middle of a step one rank kills itself; the other ranks are killed then, as a launcher does it, and the next run goes on
+from the last checkpoint of weights and data, on grids of other sizes.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import on_gloo
+from forked import on_gloo, start_forked
 from grids import pictures_dataset
 from made import made_once
 from torch import Tensor
@@ -52,6 +58,9 @@ data = made_once(partial(pictures_dataset, side=40))
 GLOBAL = 4  # microbatches of a global batch
 WHERE = {"vision": MimoEncoder(module="images", encoder="clip", arguments={"pixel_values": "x"})}
 RATE = 1e-4  # of gradients of sums: a larger one makes differences of rounding grow
+STEPS = 50
+EVERY = 4  # steps between checkpoints
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 
 
 class Chats(ChatTemplateTaskEncoder):
@@ -88,7 +97,10 @@ def sizes(hidden: int) -> TransformerConfig:
 
 
 def model() -> MimoModel:
-    """Return the model with the same weights in each process."""
+    """Return the model with the same weights in each process.
+
+    In float64: 1e-6 is then far above what another order of sums makes of 50 steps, and below what a sample makes.
+    """
     warnings.filterwarnings("ignore")
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[assignment,method-assign]  # in a process of its own
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
@@ -108,30 +120,71 @@ def model() -> MimoModel:
         "encoders": {"clip": ModuleSpec(CLIPViTModel, params=clip | {"patch_dim": 8, "img_h": 16, "img_w": 16})},
         "input_projections": [ModuleSpec(MultimodalProjector, params=projector)],
     }
-    return MimoModel(
+    whole = MimoModel(
         MimoModelConfig(
             language_model_spec=ModuleSpec(GPTModel, params=language | {"max_sequence_length": 128}),
             modality_submodules_spec={"images": ModuleSpec(VisionModalitySubmodules, submodules=parts)},
             special_token_ids={"images": image_token()},
         )
     )
+    return whole.double()
 
 
-def module(data: Path, grids: dict[str, Any], state: Any) -> EnergonMultiModalDataModule:
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """A run on grids of some sizes, until it ends or a rank is killed.
+
+    `together`: processes that have both models, where ranks of the smaller grid are several processes each; 0: each
+    process has one model, those of the language model first. `until`: the step at which the run ends, or in the middle
+    of which the process `victim` kills itself.
+    """
+
+    language: int
+    vision: int
+    until: int
+    victim: int | None = None
+    together: int = 0
+    workers: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.together or self.language + self.vision
+
+    def ranks(self, name: str) -> list[int | None]:
+        """Return the rank of each process on a grid."""
+        size = self.language if name == "language" else self.vision
+        if self.together:
+            return [process * size // self.together for process in range(self.together)]
+        first = 0 if name == "language" else self.language
+        return [process - first if 0 <= process - first < size else None for process in range(self.world)]
+
+
+def by_role(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of each role: this test sends features itself, so media side by side need not be level."""
+    return {name: arguments({name: batch}) for name, batch in step.items()}
+
+
+def arguments(step: Mapping[str, Any]) -> dict[str, Any]:
+    inputs = mimo_inputs(step, WHERE)
+    for of_encoder in inputs["modality_inputs"].values():
+        of_encoder["clip"]["x"] = of_encoder["clip"]["x"].double()
+    return inputs
+
+
+def module(data: Path, grids: dict[str, Any], state: Any = None, workers: int = 0) -> EnergonMultiModalDataModule:
     train = EnergonMultiModalDataModule(
         str(data),
         None,
         task_encoder=task_encoder(),
         micro_batch_size=2,
         global_batch_size=2 * GLOBAL,
-        num_workers=0,
+        num_workers=workers,
         num_lanes=24,
         pin_memory=False,
         roles=make_roles(grids=grids),
     )
     if state is not None:
         train.load_state_dict(state)
-    train.train_dataloader().on_delivery = partial(mimo_inputs, encoders=WHERE)
     return train
 
 
@@ -147,140 +200,223 @@ def update(mimo: MimoModel) -> None:
                 parameter.grad = None
 
 
-def one_grid(data: Path, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Return losses, the gradients of the first step, and the weights at the end."""
-    mimo = model()
-    train = module(data, {"language": (0, 1), "vision": (0, 1)}, None)
-    batches = iter(train.train_dataloader())
-    losses: list[float] = []
-    first: dict[str, Tensor] = {}
-    for _ in range(steps):
-        total = 0.0
-        for _ in range(GLOBAL):
-            inputs = next(batches)
-            del inputs["packing_kwargs"]
-            out, mask = mimo(**inputs)
-            loss = summed(out, mask)
-            loss.backward()
-            total += float(loss)
-        losses.append(total)
-        first = first or {name: one.grad.clone() for name, one in mimo.named_parameters() if one.grad is not None}
-        update(mimo)
-    train.close()
-    return losses, first, {name: one.detach() for name, one in mimo.named_parameters()}
+def gradients_of(part: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in part.named_parameters()}
 
 
-def two_grids(rank: int, data: Path, language: int, vision: int, steps: int, given: Any) -> Any:
-    """Return losses, gradients of the first step, weights, and the state of the data, as one rank has them."""
-    weights, state = given
-    mimo = model()
-    if weights:
-        mimo.load_state_dict(weights, strict=False)
-    groups = {"language": dist.new_group(range(language)), "vision": dist.new_group(range(language, language + vision))}
-    own = "language" if rank < language else "vision"
-    train = module(data, {name: group if name == own else None for name, group in groups.items()}, state)
-    batches = iter(train.train_dataloader())
-    losses = []
-    first: dict[str, Tensor] = {}
-    turn = language_turn if own == "language" else vision_turn
-    for _ in range(steps):
-        total = torch.zeros(1)
-        for _ in range(GLOBAL // language):
-            total += turn(mimo, batches, train, rank, language, vision)
-        part = mimo.language_model if own == "language" else mimo.modality_submodules
-        for parameter in part.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(parameter.grad, group=groups[own])
-        dist.all_reduce(total, group=groups[own])
-        losses.append(float(total))
-        first = first or {name: one.grad.clone() for name, one in mimo.named_parameters() if one.grad is not None}
-        update(mimo)
-    saved = train.state_dict()
-    train.close()
-    named = {
-        name: one.detach() for name, one in mimo.named_parameters() if ("language_model" in name) == (own == "language")
-    }
-    return losses, first, named, saved
+def part_of(mimo: MimoModel, name: str) -> torch.nn.Module:
+    return mimo.language_model if name == "language" else mimo.modality_submodules
 
 
-def language_turn(mimo: Any, batches: Iterator[Any], train: Any, rank: int, language: int, vision: int) -> Tensor:
-    inputs = next(batches)
-    assert inputs["modality_inputs"] == {}
-    parts = max(1, vision // language)
-    senders = [language + (rank * parts + part if parts > 1 else rank * vision // language) for part in range(parts)]
-    received = []
-    for sender in senders:
-        count = torch.zeros(1, dtype=torch.int64)
-        dist.recv(count, sender)
-        features = torch.zeros(int(count), 32)
-        if len(features):
-            dist.recv(features, sender)
-        received.append(features.requires_grad_())
-    tokens, positions = inputs["input_ids"], inputs["position_ids"]
-    text = mimo.get_text_embeddings(tokens, positions, mimo.special_token_ids)
-    embeddings = {"images": torch.cat(received), "text": text}
-    combined = mimo.align_embeddings_by_token_positions(embeddings, tokens, mimo.special_token_ids)
-    out = mimo.language_model(
-        input_ids=None, position_ids=None, attention_mask=None, decoder_input=combined, labels=inputs["labels"]
-    )
-    loss = summed(out, inputs["loss_mask"])
-    loss.backward()
-    for sender, features in zip(senders, received, strict=True):
-        if len(features):
-            dist.send(features.grad, sender)
-    return loss.detach().reshape(1)
+@cache
+def one_grid(data: Path) -> tuple[list[float], list[dict[str, Any]], dict[str, Any]]:
+    """Return the loss and the gradients of each step, by part of the model, and the weights of the parts at the end."""
 
+    def run(_: int) -> Any:
+        torch.set_num_threads(1)
+        mimo = model()
+        train = module(data, {"language": (0, 1), "vision": (0, 1)})
+        train.train_dataloader().on_delivery = arguments
+        batches = iter(train.train_dataloader())
+        losses: list[float] = []
+        gradients = []
+        for _ in range(STEPS):
+            total = 0.0
+            for _ in range(GLOBAL):
+                inputs = next(batches)
+                del inputs["packing_kwargs"]
+                out, mask = mimo(**inputs)
+                loss = summed(out, mask)
+                loss.backward()
+                total += float(loss)
+            losses.append(total)
+            gradients.append({name: gradients_of(part_of(mimo, name)) for name in ("language", "vision")})
+            update(mimo)
+        train.close()
+        return losses, gradients, {name: part_of(mimo, name).state_dict() for name in ("language", "vision")}
 
-def vision_turn(mimo: Any, batches: Iterator[Any], train: Any, rank: int, language: int, vision: int) -> Tensor:
-    place = rank - language
-    parts = max(1, vision // language)
-    served = [place // parts] if parts > 1 else list(train.roles.served("vision"))
-    inputs = next(batches)
-    features = torch.zeros(0, 32)
-    if inputs["modality_inputs"]:
-        features = mimo.modality_submodules["images"].forward(encoder_inputs=inputs["modality_inputs"]["images"])
-    if parts > 1:
-        counts = [len(features)]
-    else:  # as megatron-core does it: by the special tokens of the rows
-        rows = torch.eq(inputs["input_ids"], image_token()).sum(1)
-        counts = rows.reshape(len(served), -1).sum(1).tolist()
-    assert sum(counts) == len(features)
-    pieces = features.split(counts)
-    gradients = [torch.zeros_like(piece) for piece in pieces]
-    for lane, piece in zip(served, pieces, strict=True):
-        dist.send(torch.tensor([len(piece)]), lane)
-        if len(piece):
-            dist.send(piece.detach().contiguous(), lane)
-    for lane, gradient in zip(served, gradients, strict=True):
-        if len(gradient):
-            dist.recv(gradient, lane)
-    if len(features):
-        features.backward(torch.cat(gradients))
-    return torch.zeros(1)
-
-
-RUNS = [(4, 2, 20), (2, 4, 15), (4, 4, 10), (2, 2, 5)]
-"""Ranks of both grids and steps; each run begins where the one before was ended."""
-
-
-def test_two_grids_train_as_one_over_stops_and_other_sizes(data: Path) -> None:
-    steps = sum(count for *_, count in RUNS)
-    ((losses, gradients, weights),) = on_gloo(1, lambda rank: one_grid(data, steps))
-    assert len(losses) == 50
-    given: Any = ({}, None)
-    found: list[float] = []
-    for language, vision, count in RUNS:
-        ranks = on_gloo(
-            language + vision,
-            lambda rank, run=(language, vision, count), given=given: two_grids(rank, data, *run, given),
-        )
-        if not found:
-            of_grids = ranks[0][1] | ranks[language][1]
-            assert of_grids.keys() == gradients.keys()
-            for name, gradient in gradients.items():
-                assert torch.allclose(of_grids[name], gradient, atol=1e-6, rtol=1e-5), name
-        found += ranks[0][0]
-        given = (ranks[0][2] | ranks[language][2], ranks[-1][3])
-    assert found == pytest.approx(losses, rel=1e-6)
-    assert all(torch.allclose(given[0][name], one, atol=1e-6) for name, one in weights.items())
+    ((losses, gradients, weights),) = on_gloo(1, run)
     assert losses[-1] < 0.9 * losses[0]
+    return losses, gradients, weights
+
+
+def two_grids(leg: Leg, data: Path, folder: Path, process: int) -> None:
+    """Train from the last checkpoint in a folder, and leave what each step came to, and checkpoints, there."""
+    torch.set_num_threads(1)
+    mimo = model()
+    ranks = {name: leg.ranks(name) for name in ("language", "vision")}
+    groups = {
+        name: dist.new_group([one for one, rank in enumerate(found) if rank is not None])
+        for name, found in ranks.items()
+    }
+    own = [name for name, found in ranks.items() if found[process] is not None]
+    step, state = 0, None
+    if (folder / "checkpoint").exists():
+        step, state = torch.load(folder / "checkpoint", weights_only=False)
+        for name in own:
+            part_of(mimo, name).load_state_dict(torch.load(folder / f"{name}-at-{step}", weights_only=False))
+    if leg.together:
+        grids: dict[str, Any] = {name: (ranks[name][process], getattr(leg, name)) for name in ranks}
+    else:
+        grids = {name: group if name in own else None for name, group in groups.items()}
+    train = module(data, grids, state, leg.workers)
+    train.train_dataloader().on_delivery = by_role
+    batches = iter(train.train_dataloader())
+    while leg.victim is not None or step < leg.until:
+        total = torch.zeros(1)
+        for number in range(1, GLOBAL // leg.language + 1):
+            last = step == leg.until and number == GLOBAL // leg.language
+            total += turn(mimo, next(batches), train.roles, killed=last and process == leg.victim)
+        for name in own:
+            peers = max(1, leg.together // getattr(leg, name))
+            reduced = gradients_of(part_of(mimo, name))
+            for gradient in [*reduced.values()] + [total] * (name == "language"):
+                dist.all_reduce(gradient, group=groups[name])
+                gradient /= peers
+            for key, parameter in part_of(mimo, name).named_parameters():
+                parameter.grad = reduced[key]
+            if ranks[name].index(0) == process:
+                torch.save((float(total), reduced), folder / f"{name}-step-{step}")
+        update(mimo)
+        step += 1
+        if step % EVERY == 0 or step == leg.until:
+            state = train.state_dict()
+            for name in own:
+                if ranks[name].index(0) == process:
+                    torch.save(part_of(mimo, name).state_dict(), folder / f"{name}-at-{step}")
+            dist.barrier()
+            if process == 0:
+                torch.save((step, state), folder / "new")
+                (folder / "new").rename(folder / "checkpoint")
+    train.close()
+
+
+def told(value: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], Tensor]:
+    """Return what all processes tell, by language rank and part of its media."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return {key: one for of_process in found for key, one in of_process.items()}
+
+
+def turn(mimo: Any, inputs: dict[str, Any], roles: Any, *, killed: bool) -> Tensor:
+    """Run a microbatch of each language rank forward and backward; return the loss of this process."""
+    loss = torch.zeros(1)
+    features = torch.zeros(0, 32, dtype=torch.float64)
+    own: list[tuple[int, int]] = []
+    pieces: Sequence[Tensor] = ()
+    if "vision" in inputs:
+        part, parts = roles.part("vision")
+        own = [(lane, part) for lane in roles.served("vision")]
+        media = inputs["vision"]
+        if media["modality_inputs"]:
+            features = mimo.modality_submodules["images"].forward(encoder_inputs=media["modality_inputs"]["images"])
+        counts = [len(features)]
+        if parts == 1:  # as megatron-core does it: by the special tokens of the rows
+            rows = torch.eq(media["input_ids"], image_token()).sum(1)
+            counts = rows.reshape(len(own), -1).sum(1).tolist()
+        assert sum(counts) == len(features)
+        pieces = features.split(counts)
+    sent = told({key: piece.detach() for key, piece in zip(own, pieces, strict=True)})
+    received: dict[tuple[int, int], Tensor] = {}
+    if "language" in inputs:
+        text = inputs["language"]
+        assert text["modality_inputs"] == {}
+        (lane,) = roles.served("language")
+        received = {key: sent[key].requires_grad_() for key in sorted(sent) if key[0] == lane}
+        tokens, positions = text["input_ids"], text["position_ids"]
+        embeddings = {
+            "images": torch.cat([*received.values()]),
+            "text": mimo.get_text_embeddings(tokens, positions, mimo.special_token_ids),
+        }
+        combined = mimo.align_embeddings_by_token_positions(embeddings, tokens, mimo.special_token_ids)
+        out = mimo.language_model(
+            input_ids=None, position_ids=None, attention_mask=None, decoder_input=combined, labels=text["labels"]
+        )
+        loss = summed(out, text["loss_mask"]).reshape(1)
+        loss.backward()
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    back = told({key: one.grad for key, one in received.items() if one.grad is not None})
+    if len(features):
+        features.backward(
+            torch.cat([back[key] if len(piece) else piece for key, piece in zip(own, pieces, strict=True)])
+        )
+    return loss.detach()
+
+
+def run(leg: Leg, data: Path, folder: Path) -> None:
+    """Run a leg to its end, or until its victim is dead, and kill the other processes then."""
+    if leg.victim is None:
+        on_gloo(leg.world, partial(two_grids, leg, data, folder))
+        return
+
+    def start(process: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=process, world_size=leg.world)
+        two_grids(leg, data, folder, process)
+
+    children = [start_forked(partial(start, process)) for process in range(leg.world)]
+    end = children[leg.victim].result()
+    for child in children:
+        child.kill()
+    ends = [child.result() for child in children if child is not children[leg.victim]]
+    (folder / "store").unlink()
+    assert end == (False, "no result, exit status -9"), [end, *ends]
+
+
+def assert_steps_of_one_grid(data: Path, folder: Path) -> set[int]:
+    """Assert that all steps that a leg has left in a folder came to the same as on one grid; return which they are."""
+    losses, gradients, _ = one_grid(data)
+    found: dict[str, set[int]] = {"language": set(), "vision": set()}
+    for file in folder.glob("*-step-*"):
+        name, _, number = file.name.split("-")
+        loss, of_step = torch.load(file)
+        if name == "language":
+            assert loss == pytest.approx(losses[int(number)], rel=1e-6), file.name
+        expected = gradients[int(number)][name]
+        assert of_step.keys() == expected.keys()
+        for key, gradient in expected.items():
+            assert torch.allclose(of_step[key], gradient, rtol=0, atol=1e-6 * max(1, float(gradient.abs().max()))), key
+        found[name].add(int(number))
+        file.unlink()
+    return found["language"] & found["vision"]
+
+
+def drawn(rng: random.Random) -> Iterator[Leg]:
+    """Draw legs until they have trained all steps."""
+    step = 0
+    while step < STEPS:
+        language, vision = rng.choice([(4, 2), (2, 4), (4, 4), (2, 2), (1, 4), (4, 1)])
+        together = rng.choice([0, 0, 4, 8])
+        until = step + rng.randint(EVERY, 4 * EVERY)
+        world = together or language + vision
+        leg = Leg(
+            language=language, vision=vision, together=together, until=min(until, STEPS), workers=rng.randint(0, 1)
+        )
+        yield replace(leg, victim=rng.randrange(world) if until < STEPS else None)
+        step = until // EVERY * EVERY if until < STEPS else STEPS
+
+
+FIXED = [
+    Leg(language=4, vision=2, until=14, victim=1),
+    Leg(language=2, vision=4, until=25, victim=4),
+    Leg(language=4, vision=4, until=34, victim=6),
+    Leg(language=4, vision=2, together=4, until=42, victim=3),
+    Leg(language=2, vision=2, until=STEPS),
+]
+"""Killed: a language rank, two encoder ranks, a process that has both."""
+
+
+@pytest.mark.parametrize("seed", [None, *range(3)] if LONG else [None])
+def test_two_grids_train_as_one_over_kills_and_other_sizes(data: Path, tmp_path: Path, seed: int | None) -> None:
+    steps: set[int] = set()
+    for leg in FIXED if seed is None else drawn(random.Random(seed)):
+        run(leg, data, tmp_path)
+        made = assert_steps_of_one_grid(data, tmp_path)
+        assert max(made) == leg.until - 1, leg
+        steps |= made
+    assert steps == set(range(STEPS))
+    for name, weights in one_grid(data)[2].items():
+        found = torch.load(tmp_path / f"{name}-at-{STEPS}", weights_only=False)
+        assert all(
+            torch.allclose(found[key], one, rtol=0, atol=1e-6) for key, one in weights.items() if one is not None
+        )
