@@ -22,7 +22,7 @@ import torch
 from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, called
 from energon_bridge.core.loader.copies import Copies
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.metrics import AT_END, AT_EPOCH, check_rates, name_losses
+from energon_bridge.core.loader.metrics import AT_END, AT_EPOCH, check_rates, name_losses, name_shares
 from energon_bridge.core.loader.opening import open_pipeline
 from energon_bridge.core.loader.outstanding import AgainStream, Outstanding
 from energon_bridge.core.loader.pool import Engine, WorkerPool
@@ -141,6 +141,7 @@ class Delivery:
             self._steps += 1
             if self._ends_an_epoch():
                 name_losses(position, self.spec.failure_log, least=AT_EPOCH)
+                name_shares(position, self.spec.failure_log)
                 if not self.spec.ends and virtual is None and not self.config.dp_rank:
                     _say_endless()
             if item.rows or self.spec.settings.conventions.masks:

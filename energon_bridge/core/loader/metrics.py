@@ -171,6 +171,16 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
             logger.warning("%s: %s: of %d drawn on rank %d, %s. %s", path, what, drawn, rank, said, todo)
 
 
+def name_shares(position: Position, failure_log: FailureLog) -> None:
+    """Warn once of buckets whose packs take other numbers of samples than `bucket_batch_size` says."""
+    plan = position.plan
+    if plan.data.buckets is None or plan.banned or plan.config.dp_rank:
+        return
+    off = plan.data.buckets.off(plan.blend, position.lanes.values(), position.waiting())
+    if off and failure_log.is_new("group_by", "shares"):
+        logger.warning("%s", off)
+
+
 _LOSSES = {
     "errors": (
         "{} failed (different samples: {found})",
