@@ -116,21 +116,24 @@ class Buckets:
         identities = [leaf.identity for leaf in leaves]
         return [f"{self.names[self.of_leaf[one]]}: {float(self.takes[one])}" for one in identities]
 
-    def off(self, blend: BucketBlend, states: Collection[LaneState], waiting: Mapping[int, int]) -> str:
-        """Return a complaint if packs take other numbers of samples than `takes` says, so that shares are off.
+    def off(self, blend: BucketBlend, spans: Collection[tuple[LaneState, LaneState]]) -> str:
+        """Return a complaint if packs took other numbers of samples than `takes` says, so that shares are off.
 
         Args:
-            states: Those of some lanes.
-            waiting: Samples of each leaf that they have drawn and not delivered.
+            spans: From where to where some lanes went.
         """
-        numbers = range(len(self.names))
-        microbatches = sum((blend.microbatches(state.microbatches) for state in states), np.zeros(len(numbers)))
-        if not self.packs or min(microbatches) < _ENOUGH * len(states):
+        if not self.packs:
             return ""
-        drawn, due = np.zeros(len(numbers)), np.zeros(len(numbers))
-        for leaf, bucket in enumerate(blend.of_leaf):
-            drawn[bucket] += sum(state.leaf_draws[leaf] for state in states) - waiting.get(leaf, 0)
-            due[bucket] += blend.weights[leaf]
+        numbers = range(len(self.names))
+        microbatches, drawn, due = np.zeros((3, len(numbers)))
+        for first, last in spans:
+            for sign, state in ((-1, first), (1, last)):
+                microbatches += sign * blend.microbatches(state.microbatches)
+                waiting = np.bincount(state.held.members[:, 0], minlength=len(blend.of_leaf))
+                np.add.at(drawn, list(blend.of_leaf), sign * (np.array(state.leaf_draws) - waiting))
+        if min(microbatches) < _ENOUGH * len(spans):
+            return ""
+        np.add.at(due, list(blend.of_leaf), np.array(blend.weights, dtype=np.float64))
         often = drawn / drawn.sum() / due
         if abs(often - 1).max() <= _OFF:
             return ""
