@@ -50,7 +50,13 @@ def main() -> None:
     weights = tuple(Fraction(samples.size, SAMPLES) for samples in kept)
     of_leaf = tuple(range(len(names)))
     blend = BucketBlend(
-        names=tuple(map(str, names)), rows=rows, of_leaf=of_leaf, weights=weights, num_lanes=LANES, key=1
+        names=tuple(map(str, names)),
+        rows=rows,
+        takes=tuple(map(Fraction, rows)),
+        of_leaf=of_leaf,
+        weights=weights,
+        num_lanes=LANES,
+        key=1,
     )
     start = time.perf_counter()
     laps = [blend.bucket(lap) for lap in range(LAPS)]

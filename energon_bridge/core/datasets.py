@@ -57,7 +57,7 @@ def get_train_dataset(
     packing_buffer_size: int | None = None,
     max_tokens_per_microbatch: int | None = None,
     group_by: str | Sequence[str] | None = None,
-    bucket_batch_size: str | Mapping[str, int] | None = None,
+    bucket_batch_size: str | Mapping[str, float] | None = None,
     shuffle_buffer_size: int | None = _UNSET,
     max_samples_per_sequence: int | None = _UNSET,
     parallel_shard_iters: int | None = None,
@@ -101,6 +101,7 @@ def get_train_dataset(
             proportion to their samples, and nothing is dropped.
         bucket_batch_size: Samples in a microbatch of each bucket: an expression, such as `4194304 // (width * height)`,
             of whose values in a bucket the least counts, or numbers by the names of buckets; default: `batch_size`.
+            With packs: about how many samples a microbatch takes, as numbers or `4096 / tokens` of each sample.
         shuffle_buffer_size: About how many samples of a lane are mixed at a time (default 100); None, 0 or 1: the
             slices are shuffled and read side by side, nothing more. It costs no memory beyond what is read at a time.
         max_samples_per_sequence: The most consecutive samples that are read in one direction, a slice. Slices are
@@ -384,10 +385,11 @@ def _open(source: MixLike, settings: RunSettings, worker_config: WorkerConfig | 
         rows = settings.batch_size or 1
         sizes = settings.bucket_batch_size
         endless = settings.kind == "train"
+        packs = settings.packing_buffer_size is not None
         decoder = decoder_of(settings.task_encoder)
         turns = decoder.turns_images if isinstance(decoder, SampleDecoder) else None
-        leaves, buckets = cut(mix, leaves, settings.group_by, rows, sizes, endless=endless, turns=turns)
-        settings = dataclasses.replace(settings, batch_size=max(buckets.rows))
+        leaves, buckets = cut(mix, leaves, settings.group_by, rows, sizes, endless=endless, packs=packs, turns=turns)
+        settings = settings if packs else dataclasses.replace(settings, batch_size=max(buckets.rows))
     return DatasetSpec(leaves=leaves, buckets=buckets, mix=mix, settings=settings, worker_config=config)
 
 

@@ -186,7 +186,7 @@ class EnergonMultiModalDataModule(_Base):
         batch_drop_last: bool = False,
         max_tokens_per_microbatch: int | None = None,
         group_by: str | Sequence[str] | None = None,
-        bucket_batch_size: str | Mapping[str, int] | None = None,
+        bucket_batch_size: str | Mapping[str, float] | None = None,
         parallel_shard_iters: int | None = None,
         shuffle_over_epochs_multiplier: int | None = 1,
         repeat: bool = True,

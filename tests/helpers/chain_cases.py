@@ -513,7 +513,7 @@ GROUPED_BY: list[list[str]] = [
     ["number % 2 == 0"],
 ]
 """By which samples of the datasets of `SHARDS` are put into buckets."""
-UNBUCKETED = ("several", *PACKING)
+UNBUCKETED = ("several", "lengths")
 """Encoders whose microbatches cannot come from buckets."""
 
 
@@ -533,7 +533,7 @@ def with_buckets(chain: Chain, rng: random.Random) -> Chain:
         events = tuple(replace(event, later=None) for event in leg.events if event.kind == "ban")
         legs.append(replace(leg, ranks=ranks, events=events, processes=leg.processes and ranks * leg.workers in FORKED))
     settings = chain.settings | {"group_by": rng.choice(GROUPED_BY)}
-    if rng.random() < 0.5:
+    if rng.random() < 0.5 or chain.packs:
         settings["bucket_batch_size"] = rng.choice(["1 + number % 5", "3 + number // 100"])
     features = tuple(name for name in chain.features if name == "refuses")
     return replace(chain, tree=constant(chain.tree), run=run, legs=tuple(legs), settings=settings, features=features)

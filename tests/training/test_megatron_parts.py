@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from energon_bridge.training.config_file import load_config
 pytest.importorskip("megatron.core")
 
 from conversations import conversations_dataset
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron_runs import configuration, train
 from run_outputs import read_losses, read_predictions
 
@@ -79,6 +81,23 @@ def test_what_cannot_be_shared_out_is_refused(changes: dict[str, object], words:
 # Context parallelism -------------------------------------------------------------------------------------------------
 
 
+def count_encoded(folder: Path, rank: int) -> None:
+    """Let a process write how many pictures each call of its vision tower gets."""
+    forward = CLIPViTModel.forward
+
+    def counted(self: CLIPViTModel, pixels: torch.Tensor, *rest: object) -> torch.Tensor:
+        with (folder.parent / f"{folder.name}-rank{rank}").open("a") as out:
+            out.write(f"{len(pixels)}\n")
+        return forward(self, pixels, *rest)
+
+    CLIPViTModel.forward = counted
+
+
+def encoded_on(folder: Path, rank: int) -> list[int]:
+    path = folder.parent / f"{folder.name}-rank{rank}"
+    return [*map(int, path.read_text().split())] if path.exists() else []
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packs"])
 def test_context_parallel_ranks_train_as_one(tmp_path: Path, packed: bool) -> None:
     if packed:
@@ -89,10 +108,15 @@ def test_context_parallel_ranks_train_as_one(tmp_path: Path, packed: bool) -> No
     for cp in (1, 2):
         settings = [f"parallel.cp={cp}", "train.max_steps=3", "data.trust_remote_code=true", "optimizer.warmup_steps=0"]
         runs[cp] = configuration(dataset, tmp_path / f"cp{cp}", *settings, base=base)
-    (alone, batches), (shared, same) = (train(config, cp) for cp, config in runs.items())
+    (alone, batches), (shared, same) = (
+        train(config, cp, disturb=partial(count_encoded, Path(config.run_dir))) for cp, config in runs.items()
+    )
+    whole, *shares = [encoded_on(Path(config.run_dir), rank) for cp, config in runs.items() for rank in range(cp)]
+    assert [sum(of_call) for of_call in zip(*shares, strict=True)] == whole  # each picture on one rank
+    assert all(max(of_call) - min(of_call) <= 1 for of_call in zip(*shares, strict=True))
     assert same == batches
     losses = [read_losses(config.run_dir) for config in runs.values()]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert losses[0][3] < losses[0][1]
     assert shared[0].validation_loss == pytest.approx(alone[0].validation_loss, rel=1e-4)
     answers = [read_predictions(config.run_dir) for config in runs.values()]

@@ -69,8 +69,9 @@ def continued(run: RunConfig, folder: Path, step: int, dataset: Path, *overrides
         (4, WHOLE),
         (4, ("parallel.tp=2", "parallel.pp=2", "parallel.replica_loading=one_rank")),
         (2, ("parallel.tp=1", "parallel.pp=1")),
+        (4, ("parallel.cp=4",)),
     ],
-    ids=["tp2-dp2", "tp2-pp2-broadcast", "dp2"],
+    ids=["tp2-dp2", "tp2-pp2-broadcast", "dp2", "cp4"],
 )
 def test_a_run_goes_on_as_it_would_have(
     dataset: Path,

@@ -38,9 +38,10 @@ def advise(position: Position) -> None:
             *(ranks, lanes, 100 * ownership.masked_share, ownership.nearest_even_world_size()),
         )
     if spec.buckets is not None:
-        _say_repeated(spec.buckets.smaller(config.microbatches_per_global_batch or lanes))
+        buffers = lanes * (spec.settings.packing_buffer_size or 0)
+        _say_repeated(spec.buckets.smaller(config.microbatches_per_global_batch or lanes, buffers), bool(buffers))
     buffer = spec.settings.packing_buffer_size
-    if buffer is not None and plan.packs_by_epoch:
+    if buffer is not None and plan.packs_by_epoch and spec.buckets is None:
         shortest, leaf = min(epochs_by_leaf(spec), key=lambda each: each[0])
         if lanes > 1 and IN_BUFFERS * lanes * buffer > shortest:
             mixed = len(spec.ordered) > 1
@@ -74,13 +75,15 @@ def _say_once(message: str) -> None:
 
 
 @cache
-def _say_repeated(small: tuple[str, ...]) -> None:
-    """Warn once of buckets smaller than a global batch."""
+def _say_repeated(small: tuple[str, ...], packs: bool) -> None:
+    """Warn once of buckets smaller than a global batch, or than their packing buffers."""
     if small:
         logger.warning(
-            "group_by: %s: a global batch repeats their samples. Make the tiers wider, lower bucket_batch_size, or "
-            "leave them out by a filter",
+            "group_by: %s: %s, or leave them out by a filter",
             "; ".join(small[:3]) + f"; and {len(small) - 3} more" * (len(small) > 3),
+            "their epochs mix there. Lower packing_buffer_size or num_lanes"
+            if packs
+            else "a global batch repeats their samples. Make the tiers wider, lower bucket_batch_size",
         )
 
 

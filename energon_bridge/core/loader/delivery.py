@@ -22,7 +22,7 @@ import torch
 from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, called
 from energon_bridge.core.loader.copies import Copies
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.metrics import AT_END, AT_EPOCH, check_rates, name_losses
+from energon_bridge.core.loader.metrics import AT_END, AT_EPOCH, check_rates, name_losses, name_shares
 from energon_bridge.core.loader.opening import open_pipeline
 from energon_bridge.core.loader.outstanding import AgainStream, Outstanding
 from energon_bridge.core.loader.pool import Engine, WorkerPool
@@ -36,7 +36,7 @@ from energon_bridge.core.stream.finite import mask_loss
 from energon_bridge.core.stream.lane import Production, reported
 from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.stream.pipeline import attach
-from energon_bridge.core.stream.state import LaneBatch
+from energon_bridge.core.stream.state import LaneBatch, LaneState
 from energon_bridge.core.stream.watchdog import WatchdogSettings
 from energon_bridge.core.worker_config import WorkerConfig
 
@@ -79,6 +79,7 @@ class Delivery:
         self._source: Iterator[LaneBatch] | None = None
         self._held: deque[LaneBatch] = deque()
         self._began = 0
+        self._first: dict[int, LaneState] = {}  # where lanes were when the position was changed last
         self._process = 0
         self._steps = 0
         self._epoch_length = None if spec.ends else spec.epoch_length(config.dp_size)  # None: each pass is one
@@ -117,6 +118,7 @@ class Delivery:
         self.stop()
         self.last = None
         self.resumed = True
+        self._first = dict(self.position.lanes)
 
     def next(self) -> Any:
         """Return the next microbatch of this rank."""
@@ -141,6 +143,7 @@ class Delivery:
             self._steps += 1
             if self._ends_an_epoch():
                 name_losses(position, self.spec.failure_log, least=AT_EPOCH)
+                name_shares(position, self._first, self.spec.failure_log)
                 if not self.spec.ends and virtual is None and not self.config.dp_rank:
                     _say_endless()
             if item.rows or self.spec.settings.conventions.masks:

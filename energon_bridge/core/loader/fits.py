@@ -57,7 +57,7 @@ _OF_THE_STATE = ("packing_buffers",)
 """Settings that a run keeps from its beginning, like its lanes."""
 _SINCE_THEN = ("today", "first_packs", "pack_limits")
 """Settings that states of earlier versions do not have."""
-_OF_THE_MIX = ("mode", "schedule", "shuffle", "unit", "unit_values")
+_OF_THE_MIX = ("mode", "bucket_batch_size", "schedule", "shuffle", "unit", "unit_values")
 
 
 def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State], *, adapt: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from energon_bridge.core.errors import ErrorRateError
 from energon_bridge.core.loader.pool import WorkerPool
@@ -17,7 +17,7 @@ from energon_bridge.core.loader.saved_run import State
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.failures import FailureLog
 from energon_bridge.core.stream.policy import ErrorPolicy
-from energon_bridge.core.stream.state import COLUMNS, COUNTERS, Counts, LaneBatch
+from energon_bridge.core.stream.state import COLUMNS, COUNTERS, Counts, LaneBatch, LaneState
 
 
 def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
@@ -169,6 +169,18 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
             said = "; ".join(_LOSSES[cause][0].format(lost[cause], found=found, long=long) for cause in causes)
             todo = " ".join(_LOSSES[cause][1] for cause in causes)
             logger.warning("%s: %s: of %d drawn on rank %d, %s. %s", path, what, drawn, rank, said, todo)
+
+
+def name_shares(position: Position, first: Mapping[int, LaneState], failure_log: FailureLog) -> None:
+    """Warn once of buckets whose packs take other numbers of samples than `bucket_batch_size` says, since `first`."""
+    plan = position.plan
+    if plan.data.buckets is None or plan.banned or plan.config.dp_rank:
+        return
+    fresh = LaneState.fresh(len(plan.leaves))
+    spans = [(first.get(lane, fresh), state) for lane, state in position.lanes.items()]
+    off = plan.data.buckets.off(plan.blend, spans)
+    if off and failure_log.is_new("group_by", "shares"):
+        logger.warning("%s", off)
 
 
 _LOSSES = {

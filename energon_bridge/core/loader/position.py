@@ -311,7 +311,8 @@ class Position(ABC):
         bans = moved_bans(saved, data.leaves) if saved.bans else ()
         banned = banned_of(saved, bans, data.leaves) if bans else {}
         buffers = saved.settings.get(PACKING_BUFFERS) or 0
-        if buffers and num_lanes % buffers:
+        # Lanes share no buffers of buckets.
+        if buffers and (num_lanes % buffers or (data.buckets is not None and buffers < num_lanes)):
             raise saved_run.damaged(
                 f"settings.{PACKING_BUFFERS}", f"should divide the {num_lanes} lanes, found {buffers}"
             )

@@ -26,6 +26,7 @@ from energon_bridge.core.registry import load
 from energon_bridge.core.stream.conventions import PassOrder
 from energon_bridge.core.stream.finite import Listing
 from energon_bridge.core.stream.leaf import Leaf
+from energon_bridge.core.stream.pack_buffer import LEAST_SHARE
 from energon_bridge.core.worker_config import WorkerConfig, distributed
 
 _FEWEST_GROUPS = 4
@@ -40,7 +41,8 @@ ORDER_SETTINGS = frozenset(
     (
         *("seed", "batch_size", "batch_drop_last", "grouped", "packing_buffer_size", PACKING_BUFFERS),
         *("max_tokens_per_microbatch", "max_samples_per_sequence", "shuffle_buffer_size", "parallel_shard_iters"),
-        *("shuffle", "mode", "buckets", "schedule", "unit", "unit_values", "first_packs", PACK_LIMITS),
+        *("shuffle", "mode", "buckets", "bucket_batch_size", "schedule", "unit", "unit_values"),
+        *("first_packs", PACK_LIMITS),
     )
 )
 """What `plan_run` records of the order; the other settings of states say what samples become (pixels, the day)."""
@@ -244,6 +246,8 @@ def plan_run(
         }
         if data.buckets is not None:
             settings |= {"buckets": data.buckets.recorded()}
+            if (takes := data.buckets.recorded_takes(data.ordered)) is not None:
+                settings |= {"bucket_batch_size": takes}
         if data.mode == "weights" and data.mix.is_scheduled:
             settings["schedule"] = data.weights.fingerprint()
         if data.unit is not None:
@@ -283,8 +287,6 @@ def _agree_on_day(day: Any) -> None:
     day.settle(date.fromisoformat(first_told("today", day.today.isoformat())))
 
 
-_LEAST_SHARE = 64
-"""Samples of an epoch in a packing buffer's share, at least: with fewer, buffers would leave it far apart."""
 IN_BUFFERS = 8
 """A mix has at most an eighth of an epoch of each dataset in all buffers, if few enough lanes share each."""
 _SHARED_IN_MIXES = 768
@@ -298,12 +300,15 @@ def packing_buffers(data: RunData, lanes: int) -> int:
     A run of one dataset has a buffer for each full one in an epoch, since buffers end with epochs, and for 64 samples.
     In a mix, all buffers together have at most an eighth of an epoch of each dataset, unless too many lanes would
     have to share one; a mix that is eight times as large as all buffers of its lanes keeps these: sharing costs work.
+    With buckets, each lane has a buffer of its own in each bucket.
     """
+    if data.buckets is not None:
+        return lanes
     size = data.settings.packing_buffer_size or 1
     alone = data.mode == "single" and data.ordered[0].shuffle_epochs in (None, 1)
     if len(data.ordered) > 1 and data.num_samples >= IN_BUFFERS * lanes * size:
         return lanes
-    share = max(size, _LEAST_SHARE) if alone else IN_BUFFERS * size
+    share = max(size, LEAST_SHARE) if alone else IN_BUFFERS * size
     most = int(min(epoch for epoch, _ in epochs_by_leaf(data)) / share)
     divisors = [divisor for divisor in range(1, lanes + 1) if lanes % divisor == 0]
     least = (

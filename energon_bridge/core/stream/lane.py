@@ -2,8 +2,9 @@
 
 A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches; and its
 state after microbatch m is a function of m, wherever the run was stopped. A lane is a list of stages (`stages_of`):
-draws (`draws.py`, of buckets `bucket_draws.py`) become encoded samples; samples become packs, or microbatches by length
+draws (`draws.py`) become encoded samples; samples become packs, or microbatches by length
 (`pack_buffer.py`, `dealt_packs.py` where lanes share a buffer); and samples or packs become groups (`grouping.py`).
+With buckets, `bucket_draws.py` has draws and packs of each in one stage.
 What the last stage gives becomes batches here.
 """
 
@@ -55,7 +56,7 @@ def stages_of(
     """Return the draws of a lane, and all its stages in order, beginning with these: each takes from the one before."""
     if has_buckets(blend):
         of_buckets = BucketDraws(number, pipeline, blend, state)
-        return of_buckets, [of_buckets]  # settings refuse packs and groups beside them
+        return of_buckets, [of_buckets]  # settings refuse groups beside them
     draws: Draws
     if buffers is not None:
         draws, packing = dealt_stages(number, pipeline, blend, state, buffers)

@@ -51,6 +51,9 @@ from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, Lan
 # one stays in the buffer. That can happen in mixes, with several epochs shuffled as one, and where an encoder leaves
 # samples over at the end of an epoch.
 #
+# A bucket (`group_by`) has a buffer of its own in each lane, which begins whole. It ends with an epoch if it is of one
+# dataset, and if a lane's share of an epoch fills it: lanes that share a buffer would have to share all their buckets.
+#
 # Runs that began with 0.1.0 have neither rule: their states do not say how many buffers there are (`packing_buffers`).
 
 
@@ -58,16 +61,19 @@ EMPTY_SELECTIONS = 4
 """Selections without a pack, one after the other, after which a lane gives up."""
 
 
+LEAST_SHARE = 64
+"""Samples of an epoch in a packing buffer's share, at least: with fewer, buffers would leave it far apart."""
 _ROOMY = 8
 """Buffers in a lane's share of an epoch from which on lanes begin with buffers of different sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneEpochs:
-    """Where the epochs of a lane end, in a run of one dataset."""
+    """Where the epochs of a lane end, in a run of one dataset or a bucket of one: that of leaf number `leaf`."""
 
     order: LeafOrder
     lane: int
+    leaf: int = 0
 
     def epoch(self, draw: int) -> int:
         """Return the epoch of a draw."""
@@ -89,10 +95,12 @@ class PackRules:
     Attributes:
         epochs: Where the lane's epochs end; None: they do not end a buffer.
         distinct: Whether a pack has no sample twice.
+        whole_draws: Whether all samples of a draw enter the buffer at once, so that the state of no draw has a part.
     """
 
     epochs: LaneEpochs | None = None
     distinct: bool = False
+    whole_draws: bool = False
 
     def first_target(self, conventions: Conventions, lane: int, size: int) -> int:
         """Return the samples in the buffer of a lane at which its first packs are selected."""
@@ -320,6 +328,7 @@ class Packing:
         size = pipeline.settings.run.packing_buffer_size or 0
         target = state.buffer or rules.first_target(pipeline.conventions, draws.number, size)
         self._waiting = PackBuffer(size, state.held, target, rules, state.dealt)
+        self._rules = rules
         rows = [(stage, [BatchRow((ref,)) for ref in refs]) for stage, refs, _ in state.held.entries()]
         # The rows of each pack and of the buffer, as they wait.
         self._packs = deque(members for stage, members in rows if stage is Stage.PACK)
@@ -334,6 +343,12 @@ class Packing:
 
     def fields(self) -> dict[str, Any]:
         return {"buffer": self._waiting.target}
+
+    @property
+    def _leaf_draw(self) -> int:
+        """The next draw of the leaf whose epochs end the buffer, if they do."""
+        epochs = self._rules.epochs
+        return self._draws.leaf_draws[0 if epochs is None else epochs.leaf]
 
     @property
     def selected(self) -> int:
@@ -393,7 +408,7 @@ class Packing:
         left = len(self._packs) // rows
         if left and self._to_restore:
             self._restore(share_of(len(self._to_restore), left), counts)
-        self._fill(self._waiting.share(rows, self._draws.leaf_draws[0]), counts)
+        self._fill(self._waiting.share(rows, self._leaf_draw), counts)
         self._select_for(rows, counts)
         self._pipeline.budget.keep(self)
 
@@ -416,10 +431,12 @@ class Packing:
 
     def _fill(self, missing: int, counts: Counts) -> None:
         """Draw samples into the buffer, as far as they may enter it."""
-        left = self._waiting.left(self._draws.leaf_draws[0])
+        left = self._waiting.left(self._leaf_draw)
         stop = None if left is None else self._draws.draw + left
         while missing > 0 and (stop is None or self._draws.draw < stop):
             rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts, stop, waits=True))
+            while self._rules.whole_draws and self._draws.taken:
+                rows += rows_of(self._draws.collect(1, counts, stop, waits=True))
             missing -= len(rows)
             self._hold(sum(row.size for row in rows))
             self._buffer += rows
@@ -465,9 +482,9 @@ class Packing:
         first = self._draws.draw
         waiting = self._waiting
         while True:
-            self._fill(waiting.missing(attempt, self._draws.leaf_draws[0]), counts)
-            if len(waiting.members) or waiting.left(self._draws.leaf_draws[0]) is None:
-                return waiting.is_closed(self._draws.leaf_draws[0])
+            self._fill(waiting.missing(attempt, self._leaf_draw), counts)
+            if len(waiting.members) or waiting.left(self._leaf_draw) is None:
+                return waiting.is_closed(self._leaf_draw)
             self._draws.give_up_after(first)  # an epoch gave nothing
 
     def _moved(self, packs: list[list[BatchRow]], left: list[BatchRow], counts: Counts) -> None:

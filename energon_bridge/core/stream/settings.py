@@ -65,7 +65,7 @@ class RunSettings:
     limit: int | None = None
     # Samples and microbatches.
     group_by: tuple[str, ...] = ()
-    bucket_batch_size: str | Mapping[str, int] | None = None
+    bucket_batch_size: str | Mapping[str, float] | None = None
     task_encoder: Any
     batch_size: int | None
     batch_drop_last: bool = False
@@ -86,9 +86,18 @@ class RunSettings:
             object.__setattr__(self, "shuffle_over_epochs_multiplier", epochs)
         if self.bucket_batch_size is not None and not self.group_by:
             raise ConfigurationError("bucket_batch_size is for the buckets of group_by, which is not given")
-        if self.group_by and (self.batch_size is None or self.packing_buffer_size is not None):
-            given = "batch_size=None" if self.batch_size is None else "packing_buffer_size=…"
-            raise ConfigurationError(f"group_by makes microbatches of the samples of a bucket: {given} does not fit")
+        packs = self.packing_buffer_size is not None
+        if self.group_by and not packs and self.batch_size is None:
+            raise ConfigurationError(
+                "group_by makes microbatches of the samples of a bucket: batch_size=None does not fit"
+            )
+        if self.group_by and packs and self.bucket_batch_size is None and self.max_tokens_per_microbatch is None:
+            raise ConfigurationError(
+                "group_by with packing_buffer_size needs bucket_batch_size, about how many samples a microbatch of "
+                "packs has, for the shares of the buckets: an expression of what one sample takes, such as "
+                "bucket_batch_size='4096 / tokens' for packs of 4,096 tokens (`energon columns add --processor` or "
+                "--encoder makes the column), or a number for each bucket. blank_media does without buckets"
+            )
         if (most := self.max_tokens_per_microbatch) is None:
             return
         if self.group_by:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from energon_bridge.core.order.choose import BlendPosition
 from energon_bridge.core.order.rng import IntArray
@@ -87,7 +88,10 @@ class BufferedRefs:
 
     def only(self, stage: Stage) -> BufferedRefs:
         """Return the rows of a stage."""
-        rows = self.rows[:, 0] == stage
+        return self.part(self.rows[:, 0] == stage)
+
+    def part(self, rows: NDArray[np.bool_]) -> BufferedRefs:
+        """Return some of the rows."""
         return BufferedRefs(self.rows[rows], self.members[np.repeat(rows, self.rows[:, 1])])
 
     def samples(self, stage: Stage, leaves: int) -> IntArray:

@@ -6,6 +6,11 @@ one, so all ranks of all its steps have one bucket, on any number of ranks. Of a
 microbatches of r gets `N / r` divided by the sum over all buckets, in the order of a weighted mix of one lane. So
 buckets are mixed all along in proportion to their samples, and each stays within a few global batches of its share.
 
+With packs nobody knows how many samples a microbatch takes before it is made, and all lanes must know the bucket of
+the next one. So `bucket_batch_size` says about how many, for each sample as if all were like it: such as the room of a
+pack divided by the tokens. Then r is the harmonic mean over the samples of a leaf, and shares are as good as that: a
+bucket whose microbatches take 2 % more than it says is 2 % ahead in its epochs.
+
 Within a bucket a lane draws as in a run that has only this bucket: its draws there are counted by themselves, from
 leaf to leaf and from epoch to epoch. So nothing is dropped at the end of an epoch: the microbatch goes on with the
 next one.
@@ -19,15 +24,17 @@ function of m. Where all are spent, nothing is left to go to, and the rule does 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError, called
 from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.foreign import ForeignDataset
 from energon_bridge.core.mix import Mix, WeightSchedule
@@ -38,6 +45,7 @@ from energon_bridge.core.order.changes import LeafWeights
 from energon_bridge.core.order.leaf_order import Memo
 from energon_bridge.core.order.rng import IntArray, fold
 from energon_bridge.core.samples.showing import counted
+from energon_bridge.core.stream.state import LaneState
 from energon_bridge.tools.columns.expression import column_names, values_of_samples
 from energon_bridge.tools.columns.stored import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 
@@ -47,6 +55,10 @@ _SPENT = 10
 _TURNS = 4096
 """Microbatches whose buckets are looked up at once: counting those before is slow where there are many buckets."""
 _MOST_BUCKETS = 1000
+_OFF = 0.05
+"""How much more or less often than by their share samples of a bucket may come without a warning."""
+_ENOUGH = 30
+"""Microbatches of a lane in each bucket before there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +68,12 @@ class Buckets:
     Attributes:
         group_by: The expressions of columns whose values are the names.
         names: Of each bucket, such as `1152x896`.
-        rows: Samples in a microbatch of each bucket.
+        rows: Samples, or packs, in a microbatch of each bucket.
         samples: Samples of each bucket.
         of_leaf: The bucket of each leaf, by identity.
+        takes: How many samples of each leaf, by identity, a microbatch of it has; of packs, about.
+        packs: Whether rows are packs.
+        batches: Microbatches in an epoch of all buckets.
     """
 
     group_by: tuple[str, ...]
@@ -66,28 +81,69 @@ class Buckets:
     rows: tuple[int, ...]
     samples: tuple[int, ...]
     of_leaf: Mapping[str, int]
+    takes: Mapping[str, Fraction]
+    packs: bool
+    batches: Fraction
 
-    def smaller(self, microbatches: int) -> tuple[str, ...]:
-        """Return a complaint about each bucket with fewer samples than `microbatches` microbatches take."""
+    def smaller(self, microbatches: int, buffers: int) -> tuple[str, ...]:
+        """Return a complaint about each bucket with fewer samples than a global batch, or all its buffers, take.
+
+        Args:
+            microbatches: Those of a global batch.
+            buffers: Samples in the packing buffers that all lanes have of a bucket.
+        """
         buckets = zip(self.names, self.rows, self.samples, strict=True)
+        taken = [(name, buffers or rows * microbatches, samples) for name, rows, samples in buckets]
+        what = "its packing buffers" if buffers else "a global batch"
         return tuple(
-            f"bucket {name} has {counted(samples, 'sample')}, fewer than the {rows * microbatches:,} of a global batch"
-            for name, rows, samples in buckets
-            if samples < rows * microbatches
+            f"bucket {name} has {counted(samples, 'sample')}, fewer than the {most:,} of {what}"
+            for name, most, samples in taken
+            if samples < most
         )
 
     def rows_of(self, leaf: OpenLeaf) -> int:
         """Return the samples in a microbatch of a leaf's bucket."""
         return self.rows[self.of_leaf[leaf.identity]]
 
-    @property
-    def batches(self) -> Fraction:
-        """The microbatches in an epoch of all buckets."""
-        return sum((Fraction(n, rows) for n, rows in zip(self.samples, self.rows, strict=True)), Fraction(0))
-
     def recorded(self) -> list[str]:
         """Return what the order depends on, as states record it."""
         return [f"{name}: {rows}" for name, rows in zip(self.names, self.rows, strict=True)]
+
+    def recorded_takes(self, leaves: Iterable[OpenLeaf]) -> list[str] | None:
+        """Return the samples in a microbatch of packs of each leaf, as states record them; None: nothing is packed."""
+        if not self.packs:
+            return None
+        identities = [leaf.identity for leaf in leaves]
+        return [f"{self.names[self.of_leaf[one]]}: {float(self.takes[one])}" for one in identities]
+
+    def off(self, blend: BucketBlend, spans: Collection[tuple[LaneState, LaneState]]) -> str:
+        """Return a complaint if packs took other numbers of samples than `takes` says, so that shares are off.
+
+        Args:
+            spans: From where to where some lanes went.
+        """
+        if not self.packs:
+            return ""
+        numbers = range(len(self.names))
+        microbatches, drawn, due = np.zeros((3, len(numbers)))
+        for first, last in spans:
+            for sign, state in ((-1, first), (1, last)):
+                microbatches += sign * blend.microbatches(state.microbatches)
+                waiting = np.bincount(state.held.members[:, 0], minlength=len(blend.of_leaf))
+                np.add.at(drawn, list(blend.of_leaf), sign * (np.array(state.leaf_draws) - waiting))
+        if min(microbatches) < _ENOUGH * len(spans):
+            return ""
+        np.add.at(due, list(blend.of_leaf), np.array(blend.weights, dtype=np.float64))
+        often = drawn / drawn.sum() / due
+        if abs(often - 1).max() <= _OFF:
+            return ""
+        said = ", ".join(f"those of {self.names[one]} {often[one]:.2f} times as often" for one in numbers[:5])
+        better = {self.names[one]: round(float(drawn[one] / microbatches[one]), 2) for one in numbers}
+        return (
+            f"group_by: packs take other numbers of samples than bucket_batch_size says, so samples come more or less "
+            f"often than their share of the data: {said}. To level that, set bucket_batch_size={better} in a new run, "
+            f"or resume this one with it and on_mismatch='adapt'{called('on_mismatch')}"
+        )
 
     def num_lanes(self, lanes: int | None, *, ranks: int, group: int | None) -> int:
         """Return the number of lanes of the run, such that a lap over them is one or several global batches.
@@ -109,6 +165,7 @@ class Buckets:
         return BucketBlend(
             names=self.names,
             rows=self.rows,
+            takes=tuple(self.takes[leaf.identity] for leaf in leaves),
             of_leaf=tuple(self.of_leaf[leaf.identity] for leaf in leaves),
             weights=tuple(leaf.weight / total for leaf in leaves),
             num_lanes=num_lanes,
@@ -121,9 +178,10 @@ def cut_into_buckets(
     leaves: Sequence[OpenLeaf],
     group_by: Sequence[str],
     batch_size: int,
-    sizes: str | Mapping[str, int] | None,
+    sizes: str | Mapping[str, float] | None,
     *,
     endless: bool,
+    packs: bool = False,
     turns: bool | None = None,
 ) -> tuple[tuple[OpenLeaf, ...], Buckets]:
     """Return a leaf for each bucket of each leaf, and the buckets.
@@ -133,6 +191,8 @@ def cut_into_buckets(
         batch_size: Samples in a microbatch, where `sizes` does not say it.
         sizes: Samples in a microbatch of each bucket: by its name, or an expression of columns, of whose values in the
             bucket the least counts.
+        packs: Whether `batch_size` counts packs, and `sizes` says about how many samples they have: as an expression,
+            if all were like the sample.
         turns: Whether the decoder turns images as EXIF says; None: unknown.
 
     Raises:
@@ -140,43 +200,79 @@ def cut_into_buckets(
             any.
     """
     _check_mix(mix, endless)
-    named: dict[str, list[tuple[OpenLeaf, np.ndarray]]] = {}
-    rows: dict[str, int] = {}
+    named: dict[str, list[_Part]] = {}
     for leaf in _with_shares(mix, leaves):
         _check_turned(leaf, [*group_by, *([sizes] if isinstance(sizes, str) else [])], turns)
         own = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
         if isinstance(sizes, str):
-            wanted = np.floor(values_of_samples(leaf.dataset, sizes, own).astype(np.float64))
+            wanted = values_of_samples(leaf.dataset, sizes, own).astype(np.float64)
         else:
-            wanted = np.full(own.size, batch_size)
+            wanted = np.full(own.size, float(batch_size))
         for name, here in _by_bucket(leaf, own, group_by):
-            named.setdefault(name, []).append((leaf, own[here]))
-            rows[name] = min(rows.get(name, 1 << 30), int(wanted[here].min()))
+            named.setdefault(name, []).append(_Part(leaf, own[here], wanted[here]))
         if len(named) > _MOST_BUCKETS:
             raise ConfigurationError(
                 f"group_by={[*group_by]} gives more than {_MOST_BUCKETS} buckets ({', '.join([*named][:3])}, …): round "
                 "the values, as in `width // 64` or `aspect_width(width, height, 1048576, 64)`"
             )
-    if isinstance(sizes, Mapping):
-        if unknown := sorted(sizes.keys() - named.keys()):
-            raise ConfigurationError(
-                f"bucket_batch_size names no bucket with {', '.join(unknown[:5])}. Buckets: {', '.join(sorted(named))}"
-            )
-        rows |= sizes
+    given = sizes if isinstance(sizes, Mapping) else {}
+    if unknown := sorted(given.keys() - named.keys()):
+        raise ConfigurationError(
+            f"bucket_batch_size names no bucket with {', '.join(unknown[:5])}. Buckets: {', '.join(sorted(named))}"
+        )
     order = sorted(named, key=lambda name: [(len(part), part) for part in name.split("x")])
+    rows = {}
     for name in order:
-        if type(rows[name]) is not int or not 1 <= rows[name] < 1 << 30:
-            raise ConfigurationError(f"bucket {name}: a microbatch has {rows[name]!r} samples, expected at least 1")
-    parts = [(bucket, leaf, numbers) for bucket, name in enumerate(order) for leaf, numbers in named[name]]
+        least = given.get(name, math.floor(min(part.wanted.min() for part in named[name])))
+        if packs:
+            rows[name] = batch_size
+            named[name] = [part.of_packs(name, given) for part in named[name]]
+        elif type(least) is int and 1 <= least < 1 << 30:
+            rows[name] = least
+        else:
+            raise ConfigurationError(f"bucket {name}: a microbatch has {least!r} samples, expected at least 1")
+    parts = [(bucket, part) for bucket, name in enumerate(order) for part in named[name]]
     # Parts of two leaves may have the same samples.
-    cut = number_leaves([_part(leaf, numbers, order[bucket]) for bucket, leaf, numbers in parts])
+    cut = number_leaves([_part(part.leaf, part.numbers, order[bucket]) for bucket, part in parts])
+    takes = [part.takes or Fraction(rows[order[bucket]]) for bucket, part in parts]
     return cut, Buckets(
         group_by=tuple(group_by),
         names=tuple(order),
         rows=tuple(rows[name] for name in order),
-        samples=tuple(sum(numbers.size for _, numbers in named[name]) for name in order),
-        of_leaf={leaf.identity: bucket for leaf, (bucket, _, _) in zip(cut, parts, strict=True)},
+        samples=tuple(sum(part.numbers.size for part in named[name]) for name in order),
+        of_leaf={leaf.identity: bucket for leaf, (bucket, _) in zip(cut, parts, strict=True)},
+        takes={leaf.identity: take for leaf, take in zip(cut, takes, strict=True)},
+        packs=packs,
+        batches=sum((part.numbers.size / take for (_, part), take in zip(parts, takes, strict=True)), Fraction(0)),
     )
+
+
+class _Part(NamedTuple):
+    """The samples of a leaf that are in one bucket.
+
+    Attributes:
+        numbers: Which they are, shape (samples,).
+        wanted: Of each, how many samples a microbatch has, shape (samples,).
+        takes: How many samples of the part a microbatch of packs has, in the mean.
+    """
+
+    leaf: OpenLeaf
+    numbers: np.ndarray
+    wanted: np.ndarray
+    takes: Fraction | None = None
+
+    def of_packs(self, name: str, given: Mapping[str, float]) -> _Part:
+        """Return the part with `takes`: the number given for the bucket, or the harmonic mean of `wanted`."""
+        if given and name not in given:
+            raise ConfigurationError(
+                f"bucket_batch_size says nothing of bucket {name}: with packs, each needs a number"
+            )
+        wanted = np.array([given[name]], dtype=np.float64) if given else self.wanted
+        if not (np.isfinite(wanted).all() and wanted.min() > 0):
+            raise ConfigurationError(
+                f"bucket {name}: bucket_batch_size gives {wanted.min()} samples in a microbatch, expected more than 0"
+            )
+        return self._replace(takes=Fraction(round(1000 * wanted.size / (1 / wanted).sum()) or 1, 1000))
 
 
 def _check_mix(mix: Mix, endless: bool) -> None:
@@ -257,7 +353,8 @@ class BucketBlend:
 
     Args:
         names: Name of each bucket.
-        rows: Samples in a microbatch of each bucket.
+        rows: Samples, or packs, in a microbatch of each bucket.
+        takes: Samples of each leaf that a microbatch of it has; of packs, about.
         of_leaf: The bucket of each leaf.
         weights: The weight of each leaf among all, as a share of samples; they add up to 1.
         num_lanes: Lanes of the run.
@@ -267,6 +364,7 @@ class BucketBlend:
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
+    takes: tuple[Fraction, ...]
     of_leaf: tuple[int, ...]
     weights: tuple[Fraction, ...]
     num_lanes: int
@@ -332,8 +430,8 @@ class BucketBlend:
     def _shares(self) -> list[Fraction]:
         """The share of each bucket in the microbatches, not normalised: its share of the samples / samples in one."""
         shares = [Fraction(0)] * len(self.rows)
-        for weight, bucket in zip(self.weights, self.of_leaf, strict=True):
-            shares[bucket] += weight / self.rows[bucket]
+        for weight, takes, bucket in zip(self.weights, self.takes, self.of_leaf, strict=True):
+            shares[bucket] += weight / takes
         return shares
 
     @cached_property

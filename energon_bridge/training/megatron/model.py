@@ -29,6 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.trainers.context_parallel import zigzag_indices
+from energon_bridge.trainers.context_parallel_media import gather_features
+from energon_bridge.trainers.roles.encoding import cut
 from energon_bridge.training.config import RunConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,13 +138,13 @@ class Llava(LLaVAModel):
         embedded = None
         if self.pre_process:
             embedded = self.language_model.embedding(input_ids=tokens, position_ids=None)  # (S, B, H)
-            if pixel_values is not None and len(pixel_values):
-                features = self.vision_model(pixel_values)[:, self.vision_model.class_token_len :]
-                features = self.vision_projection(features.transpose(0, 1).contiguous())
-                is_image = torch.eq(tokens, self.image_token_index).unsqueeze(-1)
-                rows = embedded.transpose(0, 1).masked_scatter(is_image, features.transpose(0, 1))
-                embedded = rows.transpose(0, 1)
             cp_group = self.pg_collection.cp
+            if pixel_values is not None and len(pixel_values):
+                is_image = torch.eq(tokens, self.image_token_index)
+                rows = embedded.transpose(0, 1)
+                embedded = rows.masked_scatter(is_image.unsqueeze(-1), self._features(pixel_values, rows)).transpose(
+                    0, 1
+                )
             if cp_group.size() > 1:
                 own = zigzag_indices(len(embedded), rank=cp_group.rank(), size=cp_group.size())
                 embedded = embedded[own.to(embedded.device)]
@@ -155,6 +157,22 @@ class Llava(LLaVAModel):
             labels=labels,
         )
         return output
+
+    def _features(self, pixel_values: Tensor, like: Tensor) -> Tensor:
+        """Return the features of all images, (tokens, H); each context-parallel rank encodes its share of the images.
+
+        Gradients of a share go to the rank that encoded it, and data-parallel ranks, which context-parallel ones are
+        for the optimizer, add up theirs: the sum is that of ranks that encode all.
+        """
+        group = self.pg_collection.cp
+        per_image = self.vision_model.num_patches
+        parts = cut([per_image] * len(pixel_values), group.size())
+        own = pixel_values[parts.index(group.rank()) :][: parts.count(group.rank())] if group.rank() in parts else None
+        features = like.new_empty(0, like.shape[-1])
+        if own is not None:
+            encoded = self.vision_model(own)[:, self.vision_model.class_token_len :]
+            features = self.vision_projection(encoded.transpose(0, 1).contiguous()).transpose(0, 1).flatten(0, 1)
+        return gather_features(features, [parts.count(part) * per_image for part in range(group.size())], group)
 
 
 def build_model(config: RunConfig, groups: ProcessGroupCollection, *, vocab_size: int, image_token_id: int) -> Llava:

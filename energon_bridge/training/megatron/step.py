@@ -33,7 +33,8 @@ from energon_bridge.training.megatron.ranks import Ranks
 # The inputs of a rank's part of the model: the batch on its device, and the labels of its own tokens.
 #
 # Every rank of a replica has the whole batch. Images and tokens stay whole, since the first stage inserts the image
-# embeddings before the sequence is split; labels and their mask are those of this context-parallel rank.
+# embeddings before the sequence is split (context-parallel ranks each encode a share of the images); labels and their
+# mask are those of this context-parallel rank.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
