@@ -18,7 +18,9 @@ So is another part of a file, which is never cut out:
     channel: 1                                                                             beside a sound
     page: 2                                                                                beside a TIFF
 
-One `bbox` beside a caption or a question may be what that is about, or its answer: a warning names it.
+One `bbox` beside a caption or a question may be what that is about, or its answer: a warning names it. So it does what
+would change a medium or how much its sample counts (`rotation`, `flip`, `speed`, a `weight` of 0.5), which is not
+applied, and a `label` of 0 beside turns.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from typing import Any, Literal
 from energon_bridge.core.errors import SampleError
 from energon_bridge.models.conversations.places import Medium
 from energon_bridge.models.conversations.questions import is_metadata, texts_in
+from energon_bridge.models.conversations.withheld import is_weight
 
 _Span = tuple[float, float]
 
@@ -327,6 +330,7 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
 
     `extensions` are those of its files: a page is a part of a TIFF, a frame one of a GIF.
     """
+    _name_changes(entry, there)
     for names, part in _parts_named(tuple(entry)):
         value = entry[names[0]] if len(names) == 1 else [entry[name] for name in names]
         numbers = _box(value, part) or [] if part in ("region", "box") else _whole_numbers(value)
@@ -357,14 +361,71 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
 
 
 def _name_box(name: str, box: list[float]) -> None:
-    """Warn, once for a name, of one box beside texts that do not say it."""
+    """Warn of one box beside texts that do not say it."""
+    _warn(
+        name,
+        f"a place in its image ({', '.join(f'{one:g}' for one in box)}), which is learned whole: if the texts are "
+        "about that place, cut the images beforehand, or write the numbers into the texts",
+    )
+
+
+def _warn(name: str, said: str) -> None:
     if name not in _named:
         _named.add(name)
-        _logger.warning(
-            "`%s` of a sample is a place in its image (%s), which is learned whole: if the texts are about that place, "
-            "cut the images beforehand, or write the numbers into the texts; if not, it is not used",
-            *(name, ", ".join(f"{one:g}" for one in box)),
-        )
+        _logger.warning("`%s` of a sample is %s; if not, it is not used", name, said)
+
+
+_TURNS = frozenset(("rotation", "rotate", "rotated", "flip", "flipped", "hflip", "vflip", "mirror", "mirrored"))
+_SPEEDS = ("speed", "tempo", "playback_speed", "playback_rate", "speed_factor", "speed_ratio")
+_UNCHANGED = ("", "0", "0.0", "360", "false", "none", "no", "null", "nan")
+_TIMES_FASTER = (0.25, 4.0)
+_HEAVIEST = 10.0
+
+
+def _name_changes(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None:
+    """Warn of what would change a medium, or the weight of its sample, and is not applied; and of a label of 0."""
+    for name in _changing(tuple(entry)):
+        value = entry[name]
+        number = _number(value)
+        if isinstance(value, list | tuple | Mapping):
+            continue
+        if number is not None and _are_written([number], entry, [name]):
+            continue
+        if name.lower() in _SPEEDS:
+            if (there.get("audio") or there.get("video")) and number not in (None, 1.0) and _is_within(number):
+                _warn(name, f"{value}, which is not applied: if it should be, change the speed of its file beforehand")
+        elif name == "label":
+            if number == 0 and any(
+                isinstance(entry.get(turns), list | tuple) for turns in ("messages", "conversations")
+            ):
+                _warn(name, f"{value} beside its turns: if that says their answer is wrong, leave such samples out")
+        elif "weight" in name.lower():
+            if number is not None and 0 < number <= _HEAVIEST and number != 1:
+                _warn(
+                    name, f"{value}, and all samples count alike: for a weight, repeat them, or weigh datasets in a mix"
+                )
+        elif (there.get("image") or there.get("video")) and str(value).strip().lower() not in _UNCHANGED:
+            _warn(name, f"{str(value)[:100]}, which is not applied: if it should be, turn its file beforehand")
+
+
+def _is_within(number: float | None) -> bool:
+    return number is not None and _TIMES_FASTER[0] <= number <= _TIMES_FASTER[1]
+
+
+@lru_cache(maxsize=256)
+def _changing(columns: tuple[str, ...]) -> list[str]:
+    """Return the columns whose names `_name_changes` knows."""
+    return [
+        name
+        for name in columns
+        if name == "label"
+        or name.lower() in _SPEEDS
+        or ("weight" in name.lower() and is_weight(name))
+        or (not _TURNS.isdisjoint(_words(name)) and {*_words(name)} <= _TURNS | _OF_TURNS)
+    ]
+
+
+_OF_TURNS = frozenset(("image", "img", "video", "is", "angle", "degree", "degrees", "deg", "horizontal", "vertical"))
 
 
 _named: set[str] = set()
