@@ -376,56 +376,45 @@ def _warn(name: str, said: str) -> None:
 
 
 _TURNS = frozenset(("rotation", "rotate", "rotated", "flip", "flipped", "hflip", "vflip", "mirror", "mirrored"))
+_OF_TURNS = frozenset(("image", "img", "video", "is", "angle", "degree", "degrees", "deg", "horizontal", "vertical"))
 _SPEEDS = ("speed", "tempo", "playback_speed", "playback_rate", "speed_factor", "speed_ratio")
-_UNCHANGED = ("", "0", "0.0", "360", "false", "none", "no", "null", "nan")
-_TIMES_FASTER = (0.25, 4.0)
-_HEAVIEST = 10.0
+_UNTURNED = ("", "0", "0.0", "360", "false", "none", "no", "null", "nan")
+_HEAVIEST, _FASTEST = 10, 4
+"""Larger numbers are weights in kilograms, and speeds of cars."""
+_CHANGES = {
+    "turned": "which is not applied: if it should be, turn its file beforehand",
+    "faster": "which is not applied: if it should be, change the speed of its file beforehand",
+    "weighed": "and all samples count alike: for a weight, repeat them, or weigh datasets in a mix",
+    "judged": "beside its turns: if that says their answer is wrong, leave such samples out",
+}
 
 
 def _name_changes(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None:
     """Warn of what would change a medium, or the weight of its sample, and is not applied; and of a label of 0."""
-    for name in _changing(tuple(entry)):
+    for name, change in _changing(tuple(entry)):
         value = entry[name]
         number = _number(value)
-        if isinstance(value, list | tuple | Mapping):
-            continue
-        if number is not None and _are_written([number], entry, [name]):
-            continue
-        if name.lower() in _SPEEDS:
-            if (there.get("audio") or there.get("video")) and number not in (None, 1.0) and _is_within(number):
-                _warn(name, f"{value}, which is not applied: if it should be, change the speed of its file beforehand")
-        elif name == "label":
-            if number == 0 and any(
-                isinstance(entry.get(turns), list | tuple) for turns in ("messages", "conversations")
-            ):
-                _warn(name, f"{value} beside its turns: if that says their answer is wrong, leave such samples out")
-        elif "weight" in name.lower():
-            if number is not None and 0 < number <= _HEAVIEST and number != 1:
-                _warn(
-                    name, f"{value}, and all samples count alike: for a weight, repeat them, or weigh datasets in a mix"
-                )
-        elif (there.get("image") or there.get("video")) and str(value).strip().lower() not in _UNCHANGED:
-            _warn(name, f"{str(value)[:100]}, which is not applied: if it should be, turn its file beforehand")
-
-
-def _is_within(number: float | None) -> bool:
-    return number is not None and _TIMES_FASTER[0] <= number <= _TIMES_FASTER[1]
+        is_one = number is not None and number > 0 and number != 1
+        is_meant = {
+            "turned": bool(there.get("image") or there.get("video")) and str(value).strip().lower() not in _UNTURNED,
+            "faster": bool(there.get("audio") or there.get("video"))
+            and is_one
+            and 1 / _FASTEST <= (number or 0) <= _FASTEST,
+            "weighed": is_one and (number or 0) <= _HEAVIEST,
+            "judged": number == 0 and any(isinstance(entry.get(one), list) for one in ("messages", "conversations")),
+        }[change]
+        is_said = number is not None and _are_written([number], entry, [name])
+        if is_meant and not is_said and not isinstance(value, list | tuple | Mapping):
+            _warn(name, f"{str(value)[:100]}, {_CHANGES[change]}")
 
 
 @lru_cache(maxsize=256)
-def _changing(columns: tuple[str, ...]) -> list[str]:
-    """Return the columns whose names `_name_changes` knows."""
-    return [
-        name
-        for name in columns
-        if name == "label"
-        or name.lower() in _SPEEDS
-        or ("weight" in name.lower() and is_weight(name))
-        or (not _TURNS.isdisjoint(_words(name)) and {*_words(name)} <= _TURNS | _OF_TURNS)
-    ]
-
-
-_OF_TURNS = frozenset(("image", "img", "video", "is", "angle", "degree", "degrees", "deg", "horizontal", "vertical"))
+def _changing(columns: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the columns that `_name_changes` knows by their names, each with its change."""
+    known = {"label": "judged", **dict.fromkeys(_SPEEDS, "faster")}
+    known |= {name: "weighed" for name in columns if "weight" in name.lower() and is_weight(name)}
+    known |= {name: "turned" for name in columns if _TURNS & {*_words(name)} and {*_words(name)} <= _TURNS | _OF_TURNS}
+    return [(name, known[name]) for name in columns if name in known]
 
 
 _named: set[str] = set()
