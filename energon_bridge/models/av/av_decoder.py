@@ -456,7 +456,8 @@ class AVDecoder:
                 begin = start_of(stream)
                 length = known_length(media, stream)
                 if length is None and kind == "video":
-                    begin, length = self._reading(media, lambda reader: _range_of(reader()))
+                    length = self._reading(media, lambda reader: reader().length())
+                    begin = Fraction(self._video_of(media).time_of(0) or 0) * self._video_of(media).base
                 elif length is None:
                     reader = self._audio_of(media)
                     length = Fraction(reader.count(), reader.rate)
@@ -545,11 +546,6 @@ class AVDecoder:
             media, lambda reader: self._clips(media, reader(), first, "frames", turn_of, lambda rows: rows[0])
         )
         return made[0] if made else FrameTurn()
-
-
-def _range_of(reader: FrameReader) -> tuple[Fraction, Fraction]:
-    """Return when the first frame of a video is shown, and its length, in seconds."""
-    return (reader.time_of(0) or 0) * reader.base, reader.length()
 
 
 def _made(cls: type[AVDecoder], stream: Any, suppress_warnings: bool, name: str, audio_format: Any) -> AVDecoder:

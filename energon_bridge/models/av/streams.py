@@ -522,7 +522,7 @@ _HDR = (16, 18)
 
 def _of_header(stream: Any) -> Iterator[str]:
     """Yield what players do with a video and is not done here, by its header; `_NEWS` says what."""
-    if (stream.sample_aspect_ratio or 1) != 1:
+    if (stream.sample_aspect_ratio or 1) != 1:  # 0: unknown
         yield "stretched"
     if stream.metadata.get("alpha_mode") == "1":  # of WebM, which libav decodes without
         yield "transparent"

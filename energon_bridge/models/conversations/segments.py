@@ -351,7 +351,11 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
         if not is_part or is_count or not there.get(of_kind) or (numbers and _are_written(numbers, entry, names)):
             continue
         if part == "box":
-            _name_box(", ".join(names), numbers)
+            _warn(
+                ", ".join(names),
+                f"a place in its image ({', '.join(f'{one:g}' for one in numbers)}), which is learned whole: if the "
+                "texts are about that place, cut the images beforehand, or write the numbers into the texts",
+            )
             continue
         raise SampleError(
             f"`{names[0]}` is {str(value)[:100]}, which seems to be a {part} of the {of_kind}, and that is not cut to "
@@ -360,16 +364,8 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
         )
 
 
-def _name_box(name: str, box: list[float]) -> None:
-    """Warn of one box beside texts that do not say it."""
-    _warn(
-        name,
-        f"a place in its image ({', '.join(f'{one:g}' for one in box)}), which is learned whole: if the texts are "
-        "about that place, cut the images beforehand, or write the numbers into the texts",
-    )
-
-
 def _warn(name: str, said: str) -> None:
+    """Log what may be meant by a value beside texts, once for a name."""
     if name not in _named:
         _named.add(name)
         _logger.warning("`%s` of a sample is %s; if not, it is not used", name, said)
