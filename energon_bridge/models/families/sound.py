@@ -124,12 +124,11 @@ def _check_length(name: str, there: int, planned: int, rate: int) -> None:
 
 
 def check_track(video: AVDecoder) -> None:
-    """Decode the sound of a video, without holding it. Raises DecodeError as `Sound.get` does of all of it."""
+    """Decode the sound of a video, without holding it. Raises DecodeError as `track_of` and `Sound.get` do."""
     with video:
-        if video.has_audio_stream():
-            begin, end = video.get_time_range(video=False, audio=True)
-            rate = video.get_audio_samples_per_second()
-            _check_length(video.name, video.count_samples(), round((end - begin) * rate), rate)
+        if video.has_audio_stream() and (track := track_of(video, rate=1)) is not None:
+            before = round((track.begin - video.get_time_range(video=False, audio=True)[0]) * track.own_rate)
+            _check_length(video.name, video.count_samples() - before, track.own_length - track.lead, track.own_rate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
