@@ -41,7 +41,7 @@ from energon_bridge import (
 )
 from energon_bridge.core.prepare import prepare_dataset
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.families.sound import sound_of
+from energon_bridge.models.families.sound import sound_of, track_of
 from energon_bridge.models.families.video import decoded, video_of
 from energon_bridge.tools.check.quarantine import read_quarantine
 
@@ -98,7 +98,7 @@ def kinds(folder: Path) -> dict[str, Callable[[np.random.Generator], bytes]]:
     return {
         **{extension: lambda rng, form=form: picture(form, rng) for extension, form in forms.items()},
         **{extension: named(sound, extension, codec) for extension, codec in sounds.items()},
-        **{extension: named(video, extension) for extension in ("mp4", "mkv")},
+        **{extension: named(video, extension) for extension in ("mp4", "mkv", "flv")},
         "npy": array,
         "json": lambda rng: json.dumps({"words": words(rng)}).encode(),
         "txt": lambda rng: words(rng).encode(),
@@ -120,7 +120,7 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "empty": lambda data, choose: b"",
     "header": lambda data, choose: data[: choose.choice((8, 16, 44, 64))],
 }
-MEDIA = ("jpg", "png", "webp", "gif", "tiff", "bmp", "wav", "flac", "mp3", "ogg", "mp4", "mkv")
+MEDIA = ("jpg", "png", "webp", "gif", "tiff", "bmp", "wav", "flac", "mp3", "ogg", "mp4", "mkv", "flv")
 ALL = (*MEDIA, "npy", "json", "txt")
 
 
@@ -163,6 +163,8 @@ def opened(value: Any) -> None:
         return
     decoded(video_of(value, fps=2, least=2, most=None))
     value.get_video_with_audio() if value.has_audio_stream() else value.get_video()
+    if (track := track_of(value, rate=16000)) is not None:
+        track.get()
 
 
 def cook(sample: CrudeSample) -> TextSample:

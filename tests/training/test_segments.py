@@ -46,6 +46,7 @@ from energon_bridge import ErrorPolicy, WorkerConfig, get_loader, get_val_datase
 from energon_bridge.core.errors import EmptyDatasetError, SampleError
 from energon_bridge.core.prepare import prepare_dataset
 from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.conversations import segments
 from energon_bridge.models.conversations.conversation import MediaWithOptions, read_conversation
 from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.conversations.segments import MediaOptions
@@ -245,6 +246,54 @@ def test_what_is_no_segment_leaves_a_video_whole(tmp_path: Path, media: Path, be
         tmp_path / "out",
         *("--media", media, *ALL_TRAIN),
     )
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"rotation": 90}, "red.png"),
+    ({"rotation": "180"}, "film.mp4"),
+    ({"is_flipped": True}, "red.png"),
+    ({"flip": "horizontal"}, "film.mp4"),
+    ({"speed": 1.1}, "a.wav"),
+    ({"playback_rate": 2}, "film.mp4"),
+    ({"weight": 0.5}, "red.png"),
+    ({"sample_weight": 2.5}, "a.wav"),
+    ({"label": 0}, "red.png"),
+]
+NO_CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"rotation": 0, "flip": False, "hflip": "none", "weight": 1, "label": 1}, "red.png"),
+    ({"rotation": [0.1, 0.2, 0.3], "weight": 72.5, "speed": 34, "loss": 0.7}, "film.mp4"),
+    ({"rotation": 90, "label": "cat"}, "a.wav"),  # of what is said, perhaps
+    ({"speed": 1.1}, "red.png"),
+]
+
+
+@pytest.mark.parametrize(("beside", "file"), [*CHANGES, *NO_CHANGES], ids=str)
+def test_what_would_change_a_medium_or_its_weight_is_named_once(
+    tmp_path: Path,
+    media: Path,
+    beside: dict[str, Any],
+    file: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "_named", set())
+    kind = {"png": "image", "mp4": "video", "wav": "audio"}[file[-3:]]
+    entry = llava(f"<{kind}>\ncolor?", **beside)
+    for _ in range(2):
+        said = read_conversation(cook_conversation({"__key__": "a", "json": entry, file: "file"}))
+        assert [*said.images, *said.videos, *said.audios] == ["file"]
+    names = [name for name in beside if (beside, file) in CHANGES]
+    assert [message.partition(" of a sample")[0] for message in caplog.messages] == [f"`{name}`" for name in names]
+
+
+def test_a_turn_that_the_texts_say_is_an_answer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_named", set())
+    said = {"role": "assistant", "content": "By 90 degrees."}
+    entry = {**talk("<image>How far is it turned?", said), "rotation": 90}
+    cook_conversation({"__key__": "a", "json": entry, "red.png": "file"})
+    assert not caplog.messages
 
 
 def test_spans_that_the_texts_say_are_answers(tmp_path: Path, media: Path) -> None:

@@ -159,6 +159,9 @@ class AVDecoder:
 
     def _video_of(self, media: MediaFile) -> FrameReader:
         self._audio = None  # the readers share the container's one position, and take turns
+        if media.is_moved:
+            self._video = None
+            media.is_moved = False
         if self._video is None and (tells_frames(media) if self._tells is None else self._tells):
             self._video = VideoReader(media)
         elif self._video is None:
@@ -273,7 +276,12 @@ class AVDecoder:
             return self._reading(
                 media,
                 lambda reader: self._clips(
-                    media, reader(), video_clip_ranges, video_unit, self._pixels(video_out_frame_size).of, clip_of
+                    media,
+                    reader(),
+                    video_clip_ranges,
+                    video_unit,
+                    self._pixels(media, video_out_frame_size).of,
+                    clip_of,
                 ),
             )
 
@@ -283,7 +291,7 @@ class AVDecoder:
         So only what it returns is held, not the frames. Raises DecodeError as `get_video_clips` does.
         """
         with self._opened() as media:
-            pixels = self._pixels(None)
+            pixels = self._pixels(media, None)
             return self._reading(
                 media,
                 lambda reader: self._clips(
@@ -296,8 +304,8 @@ class AVDecoder:
                 )[0],
             )
 
-    def _pixels(self, size: tuple[int, int] | None) -> Pixels:
-        return Pixels(size, autorotate=self.autorotate, name=self.name)
+    def _pixels(self, media: MediaFile, size: tuple[int, int] | None) -> Pixels:
+        return Pixels(media, size, autorotate=self.autorotate)
 
     def _clips(
         self,
@@ -414,6 +422,14 @@ class AVDecoder:
         with self._opened() as media:
             return int(media.stream("audio").codec_context.sample_rate)
 
+    def count_samples(self) -> int:
+        """Return the number of samples with those, silent, that a recording left out, decoding all. Raises DecodeError.
+
+        So many `get_audio_clips` gives of the whole sound, asked for by seconds.
+        """
+        with self._opened() as media:
+            return self._audio_of(media).count(by_time=True)
+
     def get_audio_duration(self) -> float | None:
         """Return the seconds of sound, None if there is none. Raises DecodeError."""
         return self.get_metadata(get_video=False).audio_duration
@@ -441,6 +457,7 @@ class AVDecoder:
                 length = known_length(media, stream)
                 if length is None and kind == "video":
                     length = self._reading(media, lambda reader: reader().length())
+                    begin = Fraction(self._video_of(media).time_of(0) or 0) * self._video_of(media).base
                 elif length is None:
                     reader = self._audio_of(media)
                     length = Fraction(reader.count(), reader.rate)

@@ -5,7 +5,7 @@ programs write them that cannot go back to the header (into a pipe), claim nothi
 it is given a view of the file whose header tells the true one (`with_size`).
 
 Sources: RIFF and RF64 (EBU Tech 3306), Sony Wave64, AIFF-C, CAF and QuickTime (Apple), ISO/IEC 14496-12, 4.2 (MP4), RFC
-8794, 4 (Matroska), RFC 3533, 6 (Ogg), ASF 3.2 (WMA), Xing's header of MP3 as LAME writes it.
+8794, 4 (Matroska), RFC 3533, 6 (Ogg), ASF 3.2 (WMA), FLV 10.1 annex E.5, Xing's header of MP3 as LAME writes it.
 """
 
 from __future__ import annotations
@@ -237,6 +237,15 @@ def _end_of_asf(file: BinaryIO, size: int) -> int | None:
     return None if flags & 1 or not length else length  # 1: it is a broadcast
 
 
+def _end_of_flv(file: BinaryIO, size: int) -> int | None:
+    head = _read(file, 0, 1 << 13)
+    at = head.find(b"\0\x08filesize\0")  # a property of onMetaData, a double
+    if at < 0 or len(head) < at + 19:
+        return None
+    (length,) = struct.unpack_from(">d", head, at + 11)
+    return int(length) if 0 < length < 1 << 62 else None
+
+
 def _end_of_mp3(file: BinaryIO, size: int) -> int | None:
     begin = size_of_id3(file)
     head = _read(file, begin, 64)
@@ -278,6 +287,7 @@ _READERS: dict[str, Callable[[BinaryIO, int], int | None]] = {
     "mp4": _end_of_boxes,
     "matroska": _end_of_matroska,
     "asf": _end_of_asf,
+    "flv": _end_of_flv,
     "ogg": _end_of_ogg,
     "mp3": _end_of_mp3,
 }

@@ -70,17 +70,30 @@ class MediaFile:
         video: The stream of moving pictures (no cover art) that is marked as default, or else the first one, or None.
         audio: The stream of sound that is marked as default, or else the first one, or None.
         fresh: Whether the container is at its beginning.
+        is_moved: Whether packets were read or the file was opened again without its readers, which are invalid then.
         is_pcm_wave: Whether it is known to be a WAV of plain samples.
         is_endless: Whether its header says that its size is unknown, where FFmpeg would take that for a size, or
             lengths beside it for true.
     """
 
-    __slots__ = ("_is_whole", "audio", "container", "file", "fresh", "is_endless", "is_pcm_wave", "name", "video")
+    __slots__ = (
+        "_is_whole",
+        "audio",
+        "container",
+        "file",
+        "fresh",
+        "is_endless",
+        "is_moved",
+        "is_pcm_wave",
+        "name",
+        "video",
+    )
 
     def __init__(self, file: BinaryIO, name: str, head: bytes = b"") -> None:
         self.file = with_size(file) if head[:4] in _SIZED else file
         self.is_endless = self.file is not file or (head[:4] + head[8:11] == b"RIFFAVI" and head[4:8] in _ENDLESS)
         self._is_whole = False
+        self.is_moved = False
         self.name = name
         self.is_pcm_wave = head[:4] + head[8:16] == b"RIFFWAVEfmt " and head[20:22] in _PCM
         self.open()

@@ -66,7 +66,7 @@ def known_length(media: MediaFile, stream: Any) -> Fraction | None:
     form = media.container.format.name
     if media.video is None:
         media.check_end()
-    if media.is_endless:
+    if media.is_endless or (form in BROADCASTS and stream.type == "video"):  # times of joined broadcasts begin again
         return None
     if is_estimate(media):
         return _length_of_packets(media, index)
@@ -99,6 +99,7 @@ def _is_vague(stream: Any) -> bool:
 
 
 def _length_of_packets(media: MediaFile, index: int) -> Fraction:
+    media.is_moved = True
     media.rewind()
     stream = media.container.streams[index]
     media.only(stream)
@@ -108,6 +109,7 @@ def _length_of_packets(media: MediaFile, index: int) -> Fraction:
 
 def _end_of(media: MediaFile, index: int, claimed: Fraction) -> Fraction:
     """Return when the last packet of a stream ends, in seconds, from the last packets of the file."""
+    media.is_moved = True
     for seeks in (True, False):
         if not seeks:
             media.rewind()
@@ -184,6 +186,10 @@ def audio_metadata(media: MediaFile, *, duration: bool = True, num_samples: bool
     if num_samples or (duration and seconds is None):
         if seconds is not None and counted:
             count = round(seconds * rate)
+            if num_samples and media.container.format.name == "flac":  # its header counts samples, but no bytes
+                there = _length_of_packets(media, stream.index)
+                if there < seconds - _CUT_OFF_SECONDS:
+                    raise media.cut_off(f"{float(there):.2f} of {float(seconds):.2f} s")
         else:
             count = AudioReader(media).count()
             seconds = Fraction(count, rate) if seconds is None or num_samples else seconds

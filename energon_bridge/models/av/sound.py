@@ -37,6 +37,8 @@ from energon_bridge.models.av.media_file import (
 _PREROLL_SECONDS = Fraction(1, 2)
 _JITTER_SECONDS = Fraction(1, 50)
 """Coarse timestamps that differ from the count of samples by less are rounding; by more, the sound has jumped."""
+_RESTART_SECONDS = Fraction(1, 4)
+"""Times that go further back are those of another recording; by less, packets overlap."""
 _COUNTING_FORMATS = ("wav", "flac", "mp3")
 """Containers whose timestamps are counts of samples."""
 BARE_FORMATS = ("ac3", "eac3", "dts", "dtshd", "mlp", "truehd", "loas", "adx")
@@ -104,9 +106,10 @@ class AudioReader:
         steps = np.diff([entry.timestamp for entry in entries])[:-1]  # the last packet may be shorter
         return len(entries) >= self._stream.frames > 0 and len(np.unique(steps)) <= 1
 
-    def count(self) -> int:
-        """Return the number of samples, by decoding all of them."""
-        return sum(frame.samples for frame in self._from_start())
+    def count(self, *, by_time: bool = False) -> int:
+        """Return the number of samples, by decoding all; `by_time`: with silent ones for what is left out."""
+        blocks = self._placed(self._from_start(), 0, by_time and self._is_timed)
+        return max((at + block.samples for at, block in blocks), default=0)
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -175,13 +178,17 @@ class AudioReader:
         """Yield blocks with the number of their first sample; that of the first block is `at`.
 
         By count, each block follows the last one. `by_time`, a block whose time is off by more than rounding (`jitter`
-        samples) is placed by its time: the recording paused, or packets were lost.
+        samples) is placed by its time: the recording paused, or packets were lost. Times that go far back begin another
+        recording, as of files that were joined as they are: it follows the one before.
         """
         jitter = 1 if self._exact else max(int(_JITTER_SECONDS * self.rate), int(2 * self._base * self.rate))
+        shift = 0
         for block in blocks:
             due = self._due(block) if by_time and at else None
-            if due is not None and abs(due - at) > jitter:
-                at = max(due, 0)
+            if due is not None and due + shift < at - _RESTART_SECONDS * self.rate:
+                shift = at - due
+            elif due is not None and abs(due + shift - at) > jitter:
+                at = max(due + shift, 0)
             yield at, block
             at += block.samples
 

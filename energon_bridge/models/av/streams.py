@@ -443,20 +443,28 @@ FrameReader = VideoReader | WholeReader
 class Pixels:
     """Turns frames into uint8 RGB pixels of the requested size, or else of the size of the first frame.
 
-    With `autorotate` they lie as players show them; else a log line says once that a video is not.
+    With `autorotate` they lie as players show them; else a log line says once that a video is not. So it says of what
+    players do besides: stretch pixels, weave fields, map HDR, show what is behind.
     """
 
-    def __init__(self, size: tuple[int, int] | None, *, autorotate: bool = False, name: str = "") -> None:
+    def __init__(self, media: MediaFile, size: tuple[int, int] | None, *, autorotate: bool = False) -> None:
         self._size = size
         self._autorotate = autorotate
-        self._name = name
+        self._name = media.name
+        self._looked = False
+        # Asked now: once a reader opens the file again, its streams are others, and these are gone.
+        self._of_header = [] if media.video is None else [*_of_header(media.video)]
         self._reformatter = import_av().video.reformatter.VideoReformatter()
 
     def of(self, frame: Any) -> np.ndarray:
         """Return the pixels of a frame, (height, width, 3)."""
         turn = turn_of(frame)
         if turn is not _UPRIGHT and (turn.is_odd or not self._autorotate):
-            _warn_turned(self._name, self._autorotate)
+            _say("odd" if self._autorotate else "turned", self._name)
+        if not self._looked:  # the first frame tells of all
+            self._looked = True
+            for what in (*self._of_header, *_of_frame(frame)):
+                _say(what, self._name)
         if not self._autorotate:
             turn = _UPRIGHT
         size = (frame.height, frame.width) if turn.quarters % 2 else (frame.width, frame.height)
@@ -508,23 +516,51 @@ def turn_of(frame: Any) -> FrameTurn:
     return _UPRIGHT if turn == _UPRIGHT else turn
 
 
-_warned_turned: set[bool] = set()
-"""The kinds of rotated videos (rotated by us or not) for which this process has logged its warning."""
+_HDR = (16, 18)
+"""Transfers of PQ and HLG (ITU-T H.273, table 3)."""
 
 
-def _warn_turned(name: str, autorotate: bool) -> None:
-    if autorotate in _warned_turned:
-        return
-    _warned_turned.add(autorotate)
-    if autorotate:
-        logger.warning("the video of %s is turned by no whole quarters: the nearest are used", name or "a file")
-        return
-    logger.warning(
-        "the video of %s is turned or mirrored by its header, which is not applied; players apply it. If the model "
-        "shall see it so, set autorotate=True in AVDecoder, SampleDecoder, ChatConfig or MultiModalTaskEncoder "
-        "(data.autorotate=true in the training script)",
-        name or "a file",
-    )
+def _of_header(stream: Any) -> Iterator[str]:
+    """Yield what players do with a video and is not done here, by its header; `_NEWS` says what."""
+    if (stream.sample_aspect_ratio or 1) != 1:  # 0: unknown
+        yield "stretched"
+    if stream.metadata.get("alpha_mode") == "1":  # of WebM, which libav decodes without
+        yield "transparent"
+
+
+def _of_frame(frame: Any) -> Iterator[str]:
+    """Yield the same by a frame."""
+    if frame.interlaced_frame:
+        yield "interlaced"
+    if getattr(frame, "color_trc", 2) in _HDR:
+        yield "HDR"
+    has_alpha = any(one.is_alpha for one in frame.format.components)
+    if has_alpha and frame.to_ndarray(format="rgba")[..., 3].min() < 255:  # if all of it is opaque, nothing is lost
+        yield "transparent"
+
+
+_NEWS = {
+    "odd": "is turned by no whole quarters: the nearest are used",
+    "turned": "is turned or mirrored by its header, which is not applied; players apply it. If the model shall see it "
+    "so, set autorotate=True in AVDecoder, SampleDecoder, ChatConfig or MultiModalTaskEncoder (data.autorotate=true in "
+    "the training script)",
+    "stretched": "has pixels that are not square: players stretch its frames, and the model sees them as stored. If "
+    "that matters, scale it beforehand (ffmpeg -vf scale=iw*sar:ih,setsar=1)",
+    "interlaced": "is interlaced: what moves is combed in its frames, and players smooth it. If that matters, convert "
+    "it beforehand (ffmpeg -vf bwdif)",
+    "HDR": "is HDR (PQ or HLG), and its frames are pale: the model sees their numbers as if they were sRGB. If that "
+    "matters, map its tones beforehand",
+    "transparent": "is transparent, which is dropped: the model sees the colour that lies in the file, often black. If "
+    "that matters, lay it over a background beforehand",
+}
+"""Warnings that are logged once in a process for all videos."""
+_warned: set[str] = set()
+
+
+def _say(what: str, name: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        logger.warning("the video of %s %s", name or "a file", _NEWS[what])
 
 
 def clip_of(frames: list[np.ndarray]) -> torch.Tensor:

@@ -18,7 +18,9 @@ So is another part of a file, which is never cut out:
     channel: 1                                                                             beside a sound
     page: 2                                                                                beside a TIFF
 
-One `bbox` beside a caption or a question may be what that is about, or its answer: a warning names it.
+One `bbox` beside a caption or a question may be what that is about, or its answer: a warning names it. So it does what
+would change a medium or how much its sample counts (`rotation`, `flip`, `speed`, a `weight` of 0.5), which is not
+applied, and a `label` of 0 beside turns.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from typing import Any, Literal
 from energon_bridge.core.errors import SampleError
 from energon_bridge.models.conversations.places import Medium
 from energon_bridge.models.conversations.questions import is_metadata, texts_in
+from energon_bridge.models.conversations.withheld import is_weight
 
 _Span = tuple[float, float]
 
@@ -327,6 +330,7 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
 
     `extensions` are those of its files: a page is a part of a TIFF, a frame one of a GIF.
     """
+    _name_changes(entry, there)
     for names, part in _parts_named(tuple(entry)):
         value = entry[names[0]] if len(names) == 1 else [entry[name] for name in names]
         numbers = _box(value, part) or [] if part in ("region", "box") else _whole_numbers(value)
@@ -347,7 +351,11 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
         if not is_part or is_count or not there.get(of_kind) or (numbers and _are_written(numbers, entry, names)):
             continue
         if part == "box":
-            _name_box(", ".join(names), numbers)
+            _warn(
+                ", ".join(names),
+                f"a place in its image ({', '.join(f'{one:g}' for one in numbers)}), which is learned whole: if the "
+                "texts are about that place, cut the images beforehand, or write the numbers into the texts",
+            )
             continue
         raise SampleError(
             f"`{names[0]}` is {str(value)[:100]}, which seems to be a {part} of the {of_kind}, and that is not cut to "
@@ -356,15 +364,53 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
         )
 
 
-def _name_box(name: str, box: list[float]) -> None:
-    """Warn, once for a name, of one box beside texts that do not say it."""
+def _warn(name: str, said: str) -> None:
+    """Log what may be meant by a value beside texts, once for a name."""
     if name not in _named:
         _named.add(name)
-        _logger.warning(
-            "`%s` of a sample is a place in its image (%s), which is learned whole: if the texts are about that place, "
-            "cut the images beforehand, or write the numbers into the texts; if not, it is not used",
-            *(name, ", ".join(f"{one:g}" for one in box)),
-        )
+        _logger.warning("`%s` of a sample is %s; if not, it is not used", name, said)
+
+
+_TURNS = frozenset(("rotation", "rotate", "rotated", "flip", "flipped", "hflip", "vflip", "mirror", "mirrored"))
+_OF_TURNS = frozenset(("image", "img", "video", "is", "angle", "degree", "degrees", "deg", "horizontal", "vertical"))
+_SPEEDS = ("speed", "tempo", "playback_speed", "playback_rate", "speed_factor", "speed_ratio")
+_UNTURNED = ("", "0", "0.0", "360", "false", "none", "no", "null", "nan")
+_HEAVIEST, _FASTEST = 10, 4
+"""Larger numbers are weights in kilograms, and speeds of cars."""
+_CHANGES = {
+    "turned": "which is not applied: if it should be, turn its file beforehand",
+    "faster": "which is not applied: if it should be, change the speed of its file beforehand",
+    "weighed": "and all samples count alike: for a weight, repeat them, or weigh datasets in a mix",
+    "judged": "beside its turns: if that says their answer is wrong, leave such samples out",
+}
+
+
+def _name_changes(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None:
+    """Warn of what would change a medium, or the weight of its sample, and is not applied; and of a label of 0."""
+    for name, change in _changing(tuple(entry)):
+        value = entry[name]
+        number = _number(value)
+        is_one = number is not None and number > 0 and number != 1
+        is_meant = {
+            "turned": bool(there.get("image") or there.get("video")) and str(value).strip().lower() not in _UNTURNED,
+            "faster": bool(there.get("audio") or there.get("video"))
+            and is_one
+            and 1 / _FASTEST <= (number or 0) <= _FASTEST,
+            "weighed": is_one and (number or 0) <= _HEAVIEST,
+            "judged": number == 0 and any(isinstance(entry.get(one), list) for one in ("messages", "conversations")),
+        }[change]
+        is_said = number is not None and _are_written([number], entry, [name])
+        if is_meant and not is_said and not isinstance(value, list | tuple | Mapping):
+            _warn(name, f"{str(value)[:100]}, {_CHANGES[change]}")
+
+
+@lru_cache(maxsize=256)
+def _changing(columns: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the columns that `_name_changes` knows by their names, each with its change."""
+    known = {"label": "judged", **dict.fromkeys(_SPEEDS, "faster")}
+    known |= {name: "weighed" for name in columns if "weight" in name.lower() and is_weight(name)}
+    known |= {name: "turned" for name in columns if _TURNS & {*_words(name)} and {*_words(name)} <= _TURNS | _OF_TURNS}
+    return [(name, known[name]) for name in columns if name in known]
 
 
 _named: set[str] = set()

@@ -4,7 +4,8 @@ Headers tell how long a sound is, so a sample's plan knows its number of samples
 is delivered. A sound begins at time 0 of its file, the track of a video with its first frame, and follows presentation
 times from there: what a recording left out is silent.
 
-Channels are averaged, as librosa does. Then PyAV (libswresample) resamples, as torchcodec does, which transformers
+Channels are averaged, as librosa does; that channels cancel each other, or samples are no shares of full scale, is a
+warning, once of each. Then PyAV (libswresample) resamples, as torchcodec does, which transformers
 prefers; it makes as many samples as librosa: `ceil(samples * rate / own_rate)`. Librosa's values (soxr, `soxr_hq`) at
 16 kHz, of noise at 8 to 48 kHz, differ by 0.0003 of their root mean square up to 6.5 kHz, and 0.0015 up to 6.8 kHz; up
 to 8 kHz follows the softer edge of libswresample's filter, where it takes away more.
@@ -12,10 +13,11 @@ to 8 kHz follows the softer edge of libswresample's filter, where it takes away 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -86,27 +88,47 @@ class Sound:
         Raises:
             DecodeError: The file is damaged, or much longer or shorter than its headers tell.
         """
-        samples = self._decoded() if self.samples is None else self.samples
+        samples = self.samples
+        if samples is None:
+            samples, doubt = self.decoded()
+            _warn(doubt, self.decoder.name if self.decoder is not None else "")
         return _fitted(resample(samples[None], self.own_rate, self.rate)[0], self.length)
 
-    def _decoded(self) -> np.ndarray:
+    def decoded(self) -> tuple[np.ndarray, Doubt | None]:
+        """Return the samples of a file at its own rate, float32 of shape (own_length,), and what is odd about them.
+
+        Raises DecodeError as `get` does.
+        """
         assert self.decoder is not None
         decoder = copy(self.decoder) if self.alone else self.decoder  # several samples, on other threads, may share one
         planned = self.own_length - self.lead
         if not planned:
-            return np.zeros(self.lead, np.float32)
+            return np.zeros(self.lead, np.float32), None
         end = self.begin + planned / self.own_rate + 2 * _INEXACT_SECONDS * (not self.cut)
         clips, _ = decoder.get_audio_clips([(self.begin, end)])
-        samples = _mono(clips[0].numpy()) if clips else np.empty(0, np.float32)
-        if abs(len(samples) - planned) > _INEXACT_SECONDS * self.own_rate:
-            more = "more than " * (len(samples) > planned)
-            most = planned + _INEXACT_SECONDS * self.own_rate
-            raise DecodeError(
-                f"{decoder.name} has {more}{min(len(samples), most) / self.own_rate:.2f} s of sound, but its headers "
-                f"tell {planned / self.own_rate:.2f} s: encode it again, or leave the sample out"
-            )
+        samples, doubt = _mono(clips[0].numpy()) if clips else (np.empty(0, np.float32), None)
+        _check_length(decoder.name, len(samples), planned, self.own_rate)
         samples = _fitted(samples, planned)
-        return np.pad(samples, (self.lead, 0)) if self.lead else samples
+        return (np.pad(samples, (self.lead, 0)) if self.lead else samples), doubt
+
+
+def _check_length(name: str, there: int, planned: int, rate: int) -> None:
+    """Raise DecodeError if a file has many more or fewer samples than its headers tell."""
+    inexact = _INEXACT_SECONDS * rate
+    if abs(there - planned) > inexact:
+        more = "more than " * (there > planned)
+        raise DecodeError(
+            f"{name} has {more}{min(there, planned + inexact) / rate:.2f} s of sound, but its headers tell "
+            f"{planned / rate:.2f} s: encode it again, or leave the sample out"
+        )
+
+
+def check_track(video: AVDecoder) -> None:
+    """Decode the sound of a video, without holding it. Raises DecodeError as `track_of` and `Sound.get` do."""
+    with video:
+        if video.has_audio_stream() and (track := track_of(video, rate=1)) is not None:
+            before = round((track.begin - video.get_time_range(video=False, audio=True)[0]) * track.own_rate)
+            _check_length(video.name, video.count_samples() - before, track.own_length - track.lead, track.own_rate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,15 +261,49 @@ def _samples(value: Any) -> np.ndarray:
             "a sound must be a decoder, the bytes of a file, or samples in one or two dimensions, floats or integers "
             f"of 8, 16 or 32 bits, got {shape}"
         )
-    return _mono(value if value.ndim == 1 or value.shape[0] <= value.shape[1] else value.T)
+    made, doubt = _mono(value if value.ndim == 1 or value.shape[0] <= value.shape[1] else value.T)
+    _warn(doubt, "an array of samples")
+    return made
 
 
-def _mono(samples: np.ndarray) -> np.ndarray:
-    """Return the mean of channels (channels, samples), float32."""
-    floats = as_floats(samples)
-    if floats.ndim == 1 or len(floats) == 1:
-        return floats.reshape(-1)
-    return floats.mean(axis=0, dtype=np.float32)
+def _mono(samples: np.ndarray) -> tuple[np.ndarray, Doubt | None]:
+    """Return the mean of channels (channels, samples), float32, and what is odd about it."""
+    floats = np.atleast_2d(as_floats(samples))
+    mono = floats[0] if len(floats) == 1 else floats.mean(axis=0, dtype=np.float32)
+    heard = _energy(mono)
+    if len(mono) and heard <= _SILENT * len(mono):
+        is_still = len(floats) == 1 or _energy(floats) <= _SILENT * floats.size
+        return mono, "silent" if is_still else "cancelled"
+    if len(floats) > 1 and heard < _CANCELLED * _energy(floats) / len(floats):
+        return mono, "cancelled"
+    return mono, "loud" if heard > len(mono) else None
+
+
+def _energy(samples: np.ndarray) -> float:
+    return float(np.vdot(samples, samples))
+
+
+Doubt = Literal["silent", "cancelled", "loud"]
+"""What may be odd about a sound: nothing is heard; its channels are the reverse of each other, so that little is left
+of their mean; its samples are larger than full scale in the mean, as no sound is."""
+_SILENT = 1e-10
+"""Mean square of samples up to which nothing is heard, not even the last bit of 16."""
+_CANCELLED = 0.01
+"""What is left of the energy of a channel where channels cancel each other; of N that are unlike, 1/N is."""
+_WARNINGS: dict[Doubt | None, str] = {
+    "cancelled": "has channels that cancel each other: their mean, which the model hears, is nearly silent. Write it "
+    "with one channel (ffmpeg -af pan=mono|c0=c0)",
+    "loud": "has samples far beyond [-1, 1], as integers written as floats, which are taken as they are: scale them",
+}
+_warned: set[Doubt | None] = set()
+_logger = logging.getLogger(__name__)
+
+
+def _warn(doubt: Doubt | None, name: str) -> None:
+    """Log what is odd about a sound, once of each kind; `energon lint` names all, and those that are silent."""
+    if doubt in _WARNINGS and doubt not in _warned:
+        _warned.add(doubt)
+        _logger.warning("%s %s. energon lint names all such sounds", name, _WARNINGS[doubt])
 
 
 def _fitted(samples: np.ndarray, length: int) -> np.ndarray:

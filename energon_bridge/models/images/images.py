@@ -492,6 +492,10 @@ def _has_other_colours(image: Image.Image, data: bytes | bytearray | memoryview)
         transfer = bytes(data[:_HEAD]).partition(b"cICP")[2][1:2]
         if is_other or (transfer and transfer not in _LIKE_SRGB):
             return True
+    if image.format in ("AVIF", "HEIF"):
+        of_box = bytes(data[:_HEAD]).partition(b"colrnclx")[2][:4]  # primaries and transfer (ISO/IEC 23008-12, 6.5.5)
+        if of_box and (of_box[1:2] not in _PRIMARIES or of_box[3:4] not in (*_LIKE_SRGB, b"\2")):
+            return True
     return _is_other_profile(image.info.get("icc_profile") or b"")
 
 
@@ -505,6 +509,8 @@ def _is_other_profile(profile: bytes) -> bool:
 _HEAD = 1024
 _LIKE_SRGB = (bytes([1]), bytes([6]), bytes([13]), bytes([14]), bytes([15]))
 """Transfers of cICP that are near to that of sRGB: BT.709, 601, 2020, and itself (ITU-T H.273, table 3)."""
+_PRIMARIES = (bytes([1]), bytes([2]), bytes([5]), bytes([6]), bytes([7]))
+"""Primaries of sRGB and of older television, or unknown ones (ITU-T H.273, table 2)."""
 
 
 def _has_several(image: Image.Image, data: bytes | bytearray | memoryview) -> bool:

@@ -66,7 +66,14 @@ class Uncut(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Join pieces of one tensor without copying them, and do anything else as torch does."""
+        """Join pieces of one tensor without copying them, and do anything else as torch does with a plain tensor.
+
+        Processors write numbers into texts, and look at sizes in numpy, which has no bfloat16.
+        """
+        if func == Tensor.__format__:
+            return format(args[0].as_subclass(Tensor), *args[1:])
+        if func == Tensor.numpy and args[0].dtype == torch.bfloat16:
+            return args[0].as_subclass(Tensor).float().numpy()
         whole = _rejoined(*args, **kwargs or {}) if func is torch.cat else None
         return super().__torch_function__(func, types, args, kwargs or {}) if whole is None else whole.as_subclass(cls)
 

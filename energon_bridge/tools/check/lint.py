@@ -109,7 +109,8 @@ class ShardReport:
     """The result for one shard.
 
     `blank` are the keys of samples with an empty text, `raw` of those with bytes in a field of tensors, `turned` of
-    those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed.
+    those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed;
+    `silent`, `cancelled` and `loud` of those with an odd sound (`Doubt` of `models/families/sound.py`).
     Of samples of a field map: `rejected` of those that their JSON says annotators rejected, `held_out` of those that it
     says are for tests, where others of the shard are not.
     """
@@ -121,6 +122,9 @@ class ShardReport:
     raw: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
     unopened: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    loud: tuple[str, ...] = ()
     rejected: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
 
@@ -302,7 +306,11 @@ def lint_dataset(
 
 
 def _check_shard(
-    dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], deep: bool, conversations: bool, shard: int
+    dataset: PreparedDataset,
+    decode: Callable[[str, memoryview], tuple[Any, str | None]],
+    deep: bool,
+    conversations: bool,
+    shard: int,
 ) -> ShardReport:
     check = _ShardCheck(dataset, decode, shard, conversations)
     try:
@@ -322,7 +330,11 @@ class _ShardCheck:
     """What is found in one shard: problems, and the keys of samples that may surprise; see `ShardReport`."""
 
     def __init__(
-        self, dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], shard: int, conversations: bool
+        self,
+        dataset: PreparedDataset,
+        decode: Callable[[str, memoryview], tuple[Any, str | None]],
+        shard: int,
+        conversations: bool,
     ) -> None:
         self._dataset = dataset
         cook = check_conversation if conversations else _leave
@@ -339,6 +351,7 @@ class _ShardCheck:
         self._held_out: dict[bool, list[str]] = {}
         self._turned: list[str] = []
         self._unopened: list[str] = []
+        self._sounds: dict[str, list[str]] = {"silent": [], "cancelled": [], "loud": []}
 
     def report(self, error: Exception, key: str | None = None, part: str | None = None) -> None:
         """Add a problem of a sample or part, or, without a key, of the shard."""
@@ -462,7 +475,9 @@ class _ShardCheck:
         decoded: dict[str, Any] = {}
         for part, data in parts.items():
             try:
-                decoded[part] = self._decode(part, data) if isinstance(data, memoryview) else data
+                decoded[part], odd = self._decode(part, data) if isinstance(data, memoryview) else (data, None)
+                if odd is not None:
+                    self._sounds[odd].append(key)
             except (EnergonError, ImportError) as error:
                 self.report(error, key=key, part=part)
         return decoded
@@ -508,31 +523,31 @@ class _ShardCheck:
             raw=(*self._raw,),
             turned=(*self._turned,),
             unopened=(*self._unopened,),
+            **{name: (*keys,) for name, keys in self._sounds.items()},
             rejected=(*self._rejected,),
             held_out=(*self._held_out[True],) if len(self._held_out) > 1 else (),
         )
 
 
-def decode_whole(part: str, data: memoryview) -> Any:
+def decode_whole(part: str, data: memoryview) -> tuple[Any, str | None]:
     """Decode a part with the code of training, a video or sound from its beginning to its end.
 
-    Raises the errors that training would have.
+    Returns it, and what is odd about a sound. Raises the errors that training would have.
     """
     from energon_bridge.core.encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
     from energon_bridge.models.av import AVDecoder
-    from energon_bridge.models.families.sound import sound_of
+    from energon_bridge.models.families.sound import check_track, sound_of
 
     value = SampleDecoder(image_decode="rgba8").decode(part, data)
     if not isinstance(value, AVDecoder) or find_spec("av") is None:
-        return value
+        return value, None
     with value:
         if not value.has_video_stream():
-            sound_of(value, rate=value.get_audio_samples_per_second()).get()
-            return value
+            return value, sound_of(value, rate=value.get_audio_samples_per_second()).decoded()[1]
         frames = value.get_metadata(get_audio=False).video_num_frames
         value.map_frames(range(frames or 1), lambda pixels: None)
-        value.get_metadata(get_video=False, get_audio_num_samples=True)  # decodes the sound without holding it
-    return value
+        check_track(value)
+    return value, None
 
 
 class _AnyStore:

@@ -43,6 +43,15 @@ _SURPRISES = {
     "raw": ("an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
     "turned": ("an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
     "unopened": ("a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
+    "silent": (
+        "a sound in which nothing is heard",
+        f"The model learns its answer without it. To leave one out, {LEAVE_OUT}.",
+    ),
+    "cancelled": (
+        "a sound whose channels cancel each other",
+        "Their mean, which the model hears, is nearly silent: write it with one channel.",
+    ),
+    "loud": ("a sound whose samples lie far beyond [-1, 1]", "They are taken as they are: scale them."),
     "rejected": ("a key beside its fields by which annotators rejected it", _TAKEN),
     "held_out": ("a key beside its fields that says it is held out, unlike others of its shard", _TAKEN),
 }

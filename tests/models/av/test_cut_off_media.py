@@ -15,7 +15,7 @@ import pytest
 from clips import all_samples, write_sound, write_video
 
 from energon_bridge.core.errors import DecodeError
-from energon_bridge.models.av import AVDecoder, ends
+from energon_bridge.models.av import AVDecoder, ends, get_single_frames_uniform
 from energon_bridge.models.families.sound import sound_of
 
 SECONDS = 3
@@ -80,6 +80,8 @@ def test_a_sound_that_is_cut_off_is_an_error_that_names_the_part(name: str, way:
         ("fast.mp4", "libx264", {"movflags": "faststart"}),
         ("a.avi", "mpeg4", {}),
         ("a.wmv", "wmv2", {}),
+        ("a.flv", "libx264", {}),
+        ("old.flv", "flv", {}),
     ],
 )
 def test_a_video_that_is_cut_off_is_an_error_that_names_the_part(
@@ -91,6 +93,14 @@ def test_a_video_that_is_cut_off_is_an_error_that_names_the_part(
         decoder = AVDecoder(data[:size], name=name)
         with pytest.raises(DecodeError, match=f"part '{name}' .*(cut off|cannot be)"):
             decoder.get_video()
+
+
+def test_sizes_of_a_flac_that_is_cut_off_are_not_written_down(files: dict[str, bytes]) -> None:
+    """Its header tells the number of samples, by which it seems whole; nothing is decoded here."""
+    data = files["a.flac"]
+    assert AVDecoder(data).get_metadata(get_audio_num_samples=True).audio_num_samples == SECONDS * 48000
+    with pytest.raises(DecodeError, match=r"part 'a.flac' is cut off: it has 1\.\d+ of 3.00 s"):
+        AVDecoder(data[: len(data) // 2], name="a.flac").get_metadata(get_audio_num_samples=True)
 
 
 def test_what_lies_before_the_cut_is_there(files: dict[str, bytes]) -> None:
@@ -304,6 +314,31 @@ def test_a_chain_is_cut_off_where_its_last_link_is(files: dict[str, bytes]) -> N
     data = files["opus.ogg"] + files["vorbis.ogg"]
     with pytest.raises(DecodeError, match=r"part 'a.ogg' is cut off: it has \d+ bytes, but not its last page"):
         AVDecoder(data[:-1000], name="a.ogg").get_audio()
+
+
+@pytest.mark.parametrize("form", ["flac", "m2ts"])
+def test_recordings_that_were_joined_as_they_are_are_refused_where_their_length_is_not_told(
+    form: str, tmp_path: Path
+) -> None:
+    one = written(tmp_path / f"a.{form}", codec="flac" if form == "flac" else "mp2", rate=44100)
+    joined = AVDecoder(one + one, name=f"a.{form}")
+    expected = all_samples(tmp_path / f"a.{form}")
+    assert joined.get_audio().audio_clips[0].shape[1] == 2 * expected.shape[1]
+    (clip,), _ = joined.get_audio_clips([(0, 60)])
+    assert clip.shape[1] == pytest.approx(2 * expected.shape[1], abs=2000)
+    np.testing.assert_array_equal(clip.numpy()[:, : expected.shape[1]], expected)
+    with pytest.raises(DecodeError, match=f"part 'a.{form}' has more than 3.2. s of sound, but its headers tell 3.0"):
+        sound_of(joined, rate=16000).get()
+
+
+def test_broadcasts_that_were_joined_as_they_are_have_the_length_of_both(tmp_path: Path) -> None:
+    one = write_video(tmp_path / "a.ts", codec="mpeg2video", frames=50, rate=25).read_bytes()
+    joined = AVDecoder(one + one)
+    assert joined.get_video_duration(get_frame_count=True) == (pytest.approx(4, abs=0.1), 100)
+    shown = get_single_frames_uniform(joined, 3)
+    for number, frame in zip((0, 50, 99), shown, strict=True):
+        ((first,), _) = joined.get_video_clips([(number, number)], video_unit="frames")
+        assert abs(int(frame[0].float().mean()) - int(first[0, 0].float().mean())) <= 8  # of red, which rises by 4
 
 
 # Rates ----------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -319,7 +320,7 @@ def test_of_a_long_clip_only_what_is_shown_is_decoded_and_held(tmp_path: Path, m
 def test_a_turned_video_is_as_players_show_it(
     tmp_path: Path, codec: str, degrees: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    streams._warned_turned.clear()
+    streams._warned.clear()
     file = write_video(tmp_path / "a.mp4", codec=codec, frames=FRAMES, rate=10, size=(64, 48), turned=degrees)
     stored = np.stack([frame.pixels for frame in all_frames(file)])
     expected = np.rot90(stored, degrees // 90, axes=(1, 2))
@@ -335,7 +336,57 @@ def test_a_turned_video_is_as_players_show_it(
         (clip,), _ = AVDecoder(file.read_bytes()).get_video_clips([(3, 5)], video_unit="frames")
     np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), stored[3:6])
     assert ["autorotate=True" in message for message in caplog.messages] == [True] * bool(degrees)
-    streams._warned_turned.clear()
+    streams._warned.clear()
+
+
+def video_like(path: Path, codec: str, form: str, container: str = "mov", **settings: Any) -> bytes:
+    """Return a video of a few frames, half of which is transparent where its format can tell."""
+    with av.open(str(path), "w", format=container) as out:
+        stream: Any = out.add_stream(codec, rate=10, options=settings.pop("options", {}))
+        stream.width, stream.height, stream.pix_fmt = 64, 48, form
+        for name, value in settings.items():
+            setattr(stream.codec_context, name, value)
+        pixels = np.full((48, 64, 4), 200, np.uint8)
+        pixels[:, 32:, 3] = 255 if path.stem == "opaque" else 0
+        pixels[:, :32, 3] = 255
+        for _ in range(3):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgba").reformat(format=form)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "form", "settings", "said"),
+    [
+        ("square", "libx264", "yuv420p", {}, []),
+        ("stretched", "libx264", "yuv420p", {"sample_aspect_ratio": Fraction(2)}, ["not square"]),
+        ("interlaced", "mpeg2video", "yuv420p", {"options": {"flags": "+ildct+ilme"}}, ["is interlaced"]),
+        ("HDR", "libx264", "yuv420p", {"color_trc": 16}, ["is HDR"]),
+        ("HLG", "libx264", "yuv420p", {"color_trc": 18}, ["is HDR"]),
+        ("television", "libx264", "yuv420p", {"color_trc": 1}, []),
+        ("transparent", "qtrle", "argb", {}, ["is transparent"]),
+        ("opaque", "qtrle", "argb", {}, []),
+    ],
+)
+def test_what_players_do_besides_is_said_once(
+    tmp_path: Path,
+    name: str,
+    codec: str,
+    form: str,
+    settings: dict[str, Any],
+    said: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "_warned", set())
+    data = video_like(tmp_path / f"{name}.mov", codec, form, **settings)
+    for _ in range(2):
+        AVDecoder(data, name="a.mov").get_video()
+    assert len(caplog.messages) == len(said)
+    for message, words in zip(caplog.messages, said, strict=True):
+        assert words in message
+        assert "the video of part 'a.mov'" in message
 
 
 # Matrices a, b, c, d of a header, by which (x, y) is shown at (a x + c y, b x + d y), and what ffmpeg makes of them.
@@ -359,7 +410,7 @@ SHOWN = {
 def test_a_mirrored_video_is_as_players_show_it(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_warned_turned", set())
+    monkeypatch.setattr(streams, "_warned", set())
     matrix, shown = SHOWN[name]
     file = write_video(tmp_path / "a.mp4", frames=9, rate=10, size=(64, 48))
     stored = np.stack([frame.pixels for frame in all_frames(file)])
@@ -370,12 +421,15 @@ def test_a_mirrored_video_is_as_players_show_it(
         metadata = decoder.get_metadata()
     np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), shown(stored)[3:6])
     assert (metadata.video_height, metadata.video_width) == clip.shape[2:]
-    assert ["no whole quarters" in message for message in caplog.messages] == [True] * (name in ODD)
+    said = [message for message in caplog.messages if "not square" not in message]  # of one matrix
+    assert ["no whole quarters" in message for message in said] == [True] * (name in ODD)
     caplog.clear()
     for _ in range(2):
         (clip,), _ = AVDecoder(bytes(data)).get_video_clips([(3, 5)], video_unit="frames")
     np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), stored[3:6])
-    assert ["autorotate=True" in message for message in caplog.messages] == [True] * (name not in UPRIGHT)
+    assert ["autorotate=True" in message for message in caplog.messages if "not square" not in message] == [True] * (
+        name not in UPRIGHT
+    )
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.errors import DecodeError, SampleError
 from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.families import sound
 from energon_bridge.models.families.sound import DeferredSound, Sound, sound_of, track_of
 
 av = pytest.importorskip("av")
@@ -127,6 +129,36 @@ def test_eight_channels_are_averaged(tmp_path: Path) -> None:
     samples = np.random.default_rng(1).integers(-20000, 20000, (5000, 8))
     made = sound_of(pcm(samples, 8000), rate=8000).get()
     assert np.allclose(made, samples.mean(axis=1) / 32768, atol=1e-6)
+
+
+LOW, HIGH = (np.sin(np.arange(16000) * pitch / 16000, dtype=np.float32) / 2 for pitch in (1000, 9000))
+ODD = {
+    "unlike": (np.stack([LOW, HIGH]), None),
+    "the same": (np.stack([LOW, LOW]), None),
+    "one side": (np.stack([LOW, 0 * LOW]), None),
+    "in the middle of six": (np.stack([0 * LOW, 0 * LOW, LOW, *[0 * LOW] * 3]), None),
+    "reversed": (np.stack([LOW, -LOW]), "channels that cancel each other"),
+    "nearly reversed": (np.stack([LOW, -0.9 * LOW]), "channels that cancel each other"),
+    "integers as floats": (20000 * np.stack([LOW, HIGH]), "far beyond [-1, 1]"),
+    "loud": (np.stack([1.9 * LOW, 1.9 * LOW]), None),
+    "silent": (np.stack([0 * LOW, 0 * LOW]), None),  # lint names it
+}
+
+
+@pytest.mark.parametrize("kind", ["array", "file"])
+@pytest.mark.parametrize("name", ODD)
+def test_sounds_that_a_model_would_not_hear_as_people_do_are_named_once(
+    tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sound, "_warned", set())
+    samples, said = ODD[name]
+    soundfile.write(tmp_path / "a.wav", samples.T, 16000, subtype="FLOAT")
+    value = (samples, 16000) if kind == "array" else AVDecoder((tmp_path / "a.wav").read_bytes(), name="a.wav")
+    for _ in range(2):
+        np.testing.assert_allclose(sound_of(value, rate=16000).get(), samples.mean(axis=0), rtol=1e-6, atol=1e-7)
+    assert len(caplog.messages) == (said is not None)
+    assert said is None or said in caplog.messages[0]
+    assert said is None or ("an array" if kind == "array" else "part 'a.wav'") in caplog.messages[0]
 
 
 def test_given_samples_have_any_usual_form() -> None:

@@ -313,6 +313,22 @@ def test_pngs_with_a_gamma_or_hdr_are_named(chunk, content, is_other, caplog):
     images_module._warned.clear()
 
 
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow without AVIF")
+@pytest.mark.parametrize(
+    ("primaries", "transfer", "is_other"),
+    [(1, 13, False), (2, 2, False), (9, 16, True), (9, 18, True), (12, 13, True), (1, 1, False)],
+)
+def test_avifs_of_hdr_or_another_gamut_are_named(primaries, transfer, is_other, caplog):
+    """As the box `colr` tells by the numbers of ITU-T H.273: PQ, HLG, Display P3."""
+    data = encoded(picture(40, 26), "AVIF")
+    head, box, rest = data.partition(b"colrnclx")
+    assert box
+    images_module._warned.clear()
+    decode(head + box + struct.pack(">HH", primaries, transfer) + rest[4:], "rgb8")
+    assert sum("as if they were sRGB" in message for message in caplog.messages) == is_other
+    images_module._warned.clear()
+
+
 TAGS = st.lists(
     st.tuples(
         st.sampled_from([0x010F, 0x0112]),

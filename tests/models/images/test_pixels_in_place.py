@@ -241,6 +241,16 @@ def test_pieces_of_pixels_joined_in_their_order_are_the_same_memory() -> None:
         assert type(joined.as_subclass(torch.Tensor)) is torch.Tensor
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+def test_numbers_beside_pixels_are_written_and_looked_at_as_those_of_plain_tensors(dtype: torch.dtype) -> None:
+    """Emu 3's processor writes sizes into its texts, LLaVA's looks at pixels in numpy."""
+    plain = torch.tensor([[46, 90]], dtype=dtype)
+    sizes = plain.as_subclass(Uncut)
+    height, width = sizes[0]
+    assert f"{height}*{width:>4}" == f"{plain[0, 0]}*{plain[0, 1]:>4}"
+    np.testing.assert_array_equal(sizes.detach().cpu().numpy(), [[46, 90]])
+
+
 @pytest.mark.parametrize("dim", [0, -1])
 def test_other_pieces_are_joined_as_torch_joins_them(dim: int) -> None:
     plain = torch.arange(60.0).reshape(5, 3, 4)

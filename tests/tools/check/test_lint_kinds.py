@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import soundfile
+from clips import write_video
 from commands import answer, energon, output_of, refusal_of
 from engine import text_dataset
 from keyed import ALL_TRAIN, CRUDE, TEXT, write_mix
@@ -25,7 +28,10 @@ from energon_bridge import (
     basic_sample_keys,
     get_train_dataset,
 )
+from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset, rebuild_index
+from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.families.sound import sound_of
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.check.media import MediaFilter
 from energon_bridge.tools.columns.making import add_column, content_hash
@@ -362,6 +368,52 @@ def test_sounds_that_cannot_be_opened_are_no_success(tmp_path: Path, monkeypatch
     (warning,) = report["warnings"]
     said = "train: 3 samples with a video or sound, not opened; the first is s.tar/0. To check them: pip install"
     assert warning.startswith(f"{tar.parent}, {said}")
+
+
+def sounds_of(samples: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, 16000, format="WAV", subtype="FLOAT")
+    return file.getvalue()
+
+
+def test_sounds_that_a_model_hears_nothing_of_are_counted(tmp_path: Path) -> None:
+    wave = np.sin(np.arange(8000) / 5)[:, None] * 0.5
+    files = {
+        "0.wav": sounds_of(wave),
+        "1.wav": sounds_of(0 * wave),
+        "2.wav": sounds_of(wave * [1, -1]),
+        "3.wav": sounds_of(wave * [1, 0]),
+        "4.wav": sounds_of(wave * 30000),
+    }
+    write_tar(tmp_path / "data/s.tar", list(files.items()))
+    prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=CRUDE)
+    code, report = lint(tmp_path / "data")
+    assert (code, report["problems"]) == (0, [])
+    found = [warning.partition("train: ")[2].partition(". ")[0] for warning in report["warnings"]]
+    assert found == [
+        "1 sample with a sound in which nothing is heard; the first is s.tar/1",
+        "1 sample with a sound whose channels cancel each other; the first is s.tar/2",
+        "1 sample with a sound whose samples lie far beyond [-1, 1]; the first is s.tar/4",
+    ]
+
+
+def test_videos_are_opened_as_in_training_and_their_sounds_to_the_end(tmp_path: Path) -> None:
+    """FLV has no index: its length is that of its last packets. An MPEG-2 stream was joined to itself."""
+    good = write_video(tmp_path / "good.flv", frames=40).read_bytes()
+    joined = 2 * write_video(tmp_path / "a.m2ts", codec="mpeg2video", sound="mp2", frames=50).read_bytes()
+    files = {"0.flv": good, "1.flv": good[: len(good) * 2 // 3], "2.m2ts": joined}
+    write_tar(tmp_path / "data/s.tar", list(files.items()))
+    prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=CRUDE)
+    code, report = lint(tmp_path / "data")
+    assert code == 1
+    said = {problem["key"]: problem["message"] for problem in report["problems"]}
+    assert said.keys() == {"1", "2"}
+    assert "is cut off" in said["1"]
+    assert "of sound, but its headers tell" in said["2"]
+    with pytest.raises(DecodeError):
+        AVDecoder(files["1.flv"]).get_video()
+    with pytest.raises(DecodeError):
+        sound_of(files["2.m2ts"], rate=16000).get()
 
 
 # --- info ---------------------------------------------------------------------------------------------------------
