@@ -45,9 +45,9 @@ LAYERS = (
 BUDGETS = {
     "core": 17_550,
     "cloud": 3_450,
-    "models": 11_700,
+    "models": 11_900,
     "trainers": 4_750,
-    "tools": 14_400,
+    "tools": 14_600,
     "compat": 2_560,
     "training": 3_060,
 }
