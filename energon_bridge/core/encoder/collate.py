@@ -101,10 +101,11 @@ def _is_named_tuple(cls: type) -> bool:
 def records_of(kind: type, columns: Mapping[str, list[Any]]) -> Records:
     """Return records of a dataclass, with its defaults for fields without a column. Raises KeyError for others."""
     size = len(columns["__key__"])
-    taken = {
-        name: columns[name] if name in columns else [_defaults(kind)[name]] * size for name in init_field_names(kind)
-    }
-    if len(taken) != len(columns.keys() | _defaults(kind).keys()):
+    taken = dict(columns)
+    for name, default in _defaults(kind).items():
+        if name not in columns:
+            taken[name] = [default] * size
+    if taken.keys() != target_fields(kind):
         raise KeyError
     return Records(kind, taken)
 

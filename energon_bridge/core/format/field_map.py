@@ -25,7 +25,7 @@ Alternative = tuple[str, tuple[str, ...]]
 class FieldMap:
     """A compiled field map: call it with the decoded parts of a sample to get the values of the fields."""
 
-    __slots__ = ("_getters", "fields", "parts")
+    __slots__ = ("_getters", "_plain", "fields", "parts")
 
     def __init__(self, fields: Mapping[str, str], *, where: str = "field_map") -> None:
         """Compile `{field: access}`; raises FieldMapError naming `where` and the field if an access is malformed."""
@@ -33,6 +33,7 @@ class FieldMap:
         self.fields: dict[str, str] = dict(fields)
         self.parts: frozenset[str] = frozenset(part for options in alternatives.values() for part, _ in options)
         self._getters = tuple((field, _compile(field, options)) for field, options in alternatives.items())
+        self._plain = all(type(getter) is itemgetter for _, getter in self._getters)
 
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return {field: value}; raises FieldAccessError naming the field, its access and the parts of the sample."""
@@ -43,7 +44,7 @@ class FieldMap:
 
     def columns(self, parts: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         """Return {field: values} of many samples by their parts; KeyError if a field is missing."""
-        if all(type(getter) is itemgetter for _, getter in self._getters):
+        if self._plain:
             return {field: getter(parts) for field, getter in self._getters}
         rows = [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
         return {field: list(map(getter, rows)) for field, getter in self._getters}

@@ -19,7 +19,7 @@ _FAR_READERS = 16
 """Rounds read ahead at the same time if storage answers slowly."""
 _LEAST_AHEAD = 4
 """Draws of a lane read ahead, at least, if rounds are too large."""
-_TOGETHER_BYTES, _FAR_BYTES, _TOGETHER = 16 << 20, 64 << 20, 1024
+_TOGETHER_BYTES, _FAR_BYTES, _TOGETHER = 32 << 20, 64 << 20, 1024
 """A lane reads several rounds of a leaf together, up to so many bytes of all lanes (of far storage: more, since its
 requests cost more than memory does), and up to so many samples."""
 

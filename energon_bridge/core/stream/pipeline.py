@@ -290,10 +290,11 @@ class Pipeline:
         if batches is None:
             return []
         column = _SAMPLES if batches else _SKIPPED
-        for leaf in set(leaves):
+        drawn = set(leaves)
+        for leaf in drawn:
             counts.of(leaf)[column] += leaves.count(leaf)
         if batches:
-            self.judge.delivered.update(leaves)
+            self.judge.delivered |= drawn
         return batches
 
     def decode_deferred(self, samples: Sequence[Any]) -> None:

@@ -218,7 +218,7 @@ class ShardReader:
 
     def shards_of(self, indices: IntArray) -> IntArray:
         """Return the shard number of each sample index, shape as given."""
-        return np.searchsorted(self._ends, indices, side="right")
+        return self._ends.searchsorted(indices, side="right")
 
     def place_of(self, index: int) -> tuple[str, int]:
         """Return shard name and index within the shard of a sample."""
@@ -442,7 +442,7 @@ class RoundBuffer:
         self.asked = 0
         self.indices = of.indices
         self.epochs = of.epochs
-        self._stored = Stored.of([None] * of.indices.size)
+        self._stored: Stored | None = None  # until something is read; and while all draws are in `_split`
         self._was_read = bytearray(of.indices.size)  # a mix has thousands of small rounds, and an array object is large
         self._lock = threading.Lock()
         self._banned: set[int] = set()
@@ -466,10 +466,14 @@ class RoundBuffer:
                     self._was_read[place] = 0
             if 0 in self._was_read[low:high]:
                 self._read(low, len(self) if ahead else high)
-            blocks = self._stored.blocks
-            found = Stored(blocks[low:high], self._stored.ranges[:, low:high])
+            split = self._split
+            if (stored := self._stored) is None:
+                assert split is not None
+                return split.take(low, high)
+            blocks = stored.blocks
+            found = Stored(blocks[low:high], stored.ranges[:, low:high])
             blocks[low:high] = [None] * (high - low)
-            if (split := self._split) is None:
+            if split is None:
                 return found
             whole = [place for place, block in enumerate(found.blocks) if block is _SPLIT]
             if len(whole) == high - low:
@@ -490,15 +494,20 @@ class RoundBuffer:
             stored = Stored.of(self.reader.read(self.indices[unread], self.epochs[unread]))
             places = unread.tolist()
             split = None if self._splits is None else self._splits(stored)
+            count = len(self)
+            was_read[unread] = True
+            if split is not None and len(places) == count:
+                self._split = split
+                return
+            if self._stored is None:
+                self._stored = Stored.of([None] * count)
             if split is not None:
-                count = len(self)
                 if self._split is None:
                     self._split = Split([""] * count, {name: [None] * count for name in split.parts}, [0] * count)
                 if self._split.put(places, split):
                     stored = Stored.of([_SPLIT] * len(places))
             self._stored.ranges[:, unread] = stored.ranges
             _put(self._stored.blocks, places, stored.blocks)
-            was_read[unread] = True
 
 
 DrawSpan = Span[RoundBuffer]

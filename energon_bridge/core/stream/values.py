@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from operator import concat
 from typing import Any, NamedTuple
 
 from energon_bridge.core.encoder.collate import records_of
@@ -118,7 +119,7 @@ class Parser:
         now.at(self.leaf_key, indices[0])
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
-        keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
+        keys = list(zip(repeat(identity), indices, epochs, repeat(0)))
         draws = RawDraws(raws, indices, shards, keys)
         samples: Any = None
         if not self.singly:
@@ -130,7 +131,7 @@ class Parser:
         return keys, samples, self._sizes(raws)
 
     def _sizes(self, raws: Any) -> list[int]:
-        return raws.sizes() if isinstance(raws, Stored | Split) else list(map(len, raws))
+        return raws.sizes() if type(raws) in (Split, Stored) else list(map(len, raws))
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
         """Return the sample, a `PendingSample` or a `FailedSample` for the bytes of each sample."""
@@ -147,15 +148,15 @@ class Parser:
     def _meta(self, drawn: RawDraws, keys: list[str], parts: Iterable[str]) -> dict[str, list[Any]]:
         """Return the meta fields of the samples of some draws, which have the same parts."""
         names = self._dataset.shard_names
-        shards = [names[shard] for shard in drawn.shards]
-        files = zip(*([f"{key}.{part}" for key in keys] for part in parts), strict=True)
+        shards = list(map(names.__getitem__, drawn.shards))
+        files = zip(*(map(concat, keys, repeat(f".{part}")) for part in parts), strict=True)
         path = repeat(self._dataset.source_path or self._dataset.path)
         sources = map(tuple.__new__, repeat(SourceInfo), zip(path, drawn.indices, shards, files, strict=False))
         return {
             "__key__": keys,
             "__shard__": shards,
             "__restore_key__": list(drawn.restore_keys),
-            "__subflavors__": list(map(dict, repeat(self._dataset.subflavors, len(keys)))),
+            "__subflavors__": list(map(dict.copy, repeat(self._dataset.subflavors, len(keys)))),
             "__sources__": list(zip(sources)),
         }
 
