@@ -123,14 +123,14 @@ def part_payload(part: Mapping[str, Any], kind: Medium) -> Any:
 
 URIS = ("data:image/", "data:video/", "data:audio/")
 _OF_FILE = re.compile(
-    r"(?:.*_)?(?:image|img|picture|photo|video|audio|sound|speech|wav|frame|screenshot)s?_?\d*(?:_?(?:file_?)?(?:path|name|file|url)?s?)"
+    r"(?:.*_)?(?:image|img|picture|photo|video|audio|sound|speech|wav|frame|screenshot)s?(?:_?\d+)?(?:_.*|(?:path|name|file|url)s?)?"
     r"|file_?(?:path|name)?|attachments?|media|files"
 )
 
 
 @lru_cache(maxsize=4096)
 def names_file(key: str) -> bool:
-    """Return whether a key may have the name of an image, video or sound: `image_2`, `left_image`, `video_path`."""
+    """Return whether a key may have the name of an image, video or sound: `image_2`, `image_left`, `video_path`."""
     return _OF_FILE.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
 
 
@@ -157,7 +157,12 @@ def is_file(value: Any) -> bool:
         return any(map(is_file, value.values() if isinstance(value, Mapping) else value))
     if not isinstance(value, str):
         return isinstance(value, bytes)
-    return value.startswith(URIS) or is_base64(value) or kind_by_name(value.partition("?")[0]) is not None
+    return value.startswith(URIS) or is_base64(value) or names_medium(value.partition("?")[0])
+
+
+def names_medium(text: object) -> bool:
+    """Return whether a text names an image, video or sound by its extension; `png` alone is no name."""
+    return isinstance(text, str) and "." in text and kind_by_name(text) is not None
 
 
 def own_payload(part: Mapping[str, Any]) -> Any:

@@ -37,6 +37,7 @@ from shlex import quote
 from typing import Any, Literal
 
 from energon_bridge.core.errors import SampleError
+from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.models.conversations.places import Medium
 from energon_bridge.models.conversations.questions import is_metadata, texts_in
 from energon_bridge.models.conversations.withheld import is_weight
@@ -443,9 +444,13 @@ def _whole_numbers(value: Any) -> list[float]:
     return [one for one in numbers if one is not None and one.is_integer()] if None not in numbers else []
 
 
+_ID = re.compile(r"(?:.*_)?(?:[qu]?id|idx|index|key|uuid|hash|source|url|path|files?)")
+
+
 def _are_written(numbers: list[float], entry: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether all of some numbers stand in the texts of an entry beside those names."""
-    texts = texts_in({other: value for other, value in entry.items() if other not in names})
+    """Return whether all of some numbers stand in the texts of an entry beside those names; no ids, no files."""
+    beside = (one for one in entry if one not in names and not _ID.fullmatch(one.lower()))
+    texts = [text for text in texts_in([entry[one] for one in beside]) if kind_by_name(text) is None]
     found = {float(one) for text in texts for one in re.findall(r"\d+(?:\.\d+)?", text)}
     rounded = 0.5 if max(numbers) > 1 else 0.005  # shares of the width and height
     return all(any(abs(one - other) <= rounded for other in found) for one in numbers)

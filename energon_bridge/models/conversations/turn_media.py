@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_bridge.core.errors import SampleError
-from energon_bridge.core.format.media import is_base64, kind_by_name
+from energon_bridge.core.format.media import is_base64
 from energon_bridge.models.conversations.parts import (
     MAPPING,
     MEDIA,
@@ -25,6 +25,7 @@ from energon_bridge.models.conversations.parts import (
     is_file,
     medium_by_name,
     names_file,
+    names_medium,
     own_payload,
     part_kind,
     part_payload,
@@ -32,10 +33,7 @@ from energon_bridge.models.conversations.parts import (
     short,
 )
 from energon_bridge.models.conversations.places import Medium as Medium, respelled, spelled, unwrapped
-from energon_bridge.models.conversations.questions import (
-    CONTEXTS,
-    texts_in,
-)
+from energon_bridge.models.conversations.questions import CHOICES, CONTEXTS, is_metadata, texts_in
 from energon_bridge.models.conversations.segments import check_unseen, part_options
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
@@ -74,13 +72,14 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
     has_turns = form_of(entry) is not None
     contexts = {name for name in entry if name.lower() in CONTEXTS and entry[name]}
     is_about = has_turns or (not contexts and (find_pair(entry) is not None or has_pairs(entry)))
+    others = _unknown_columns(entry) if is_about and not has_turns else ()
     for name, value in entry.items():
         found = _NAMES_MEDIUM.fullmatch(name.lower())
         first = value[0] if isinstance(value, list) and value else value
         if is_base64(first) or (isinstance(first, str) and first.startswith(URIS)):
             return f"`{name}` has a file in it, which is no part of the sample: convert the list (energon convert)"
-        is_name = isinstance(first, str) and kind_by_name(first) is not None
-        if is_name and (found or names_file(name) or (name in contexts and " " not in str(value))):
+        may_name = found or names_file(name) or name in others
+        if names_medium(first) and (may_name or (name in contexts and " " not in str(value))):
             return (
                 f"`{name}` names a file ({short(first)}) that is no part of the sample, and the question would be "
                 "learned without it: convert the list (energon convert), or call the column image, video or audio and "
@@ -99,16 +98,34 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
     return unseen and unseen.partition(", or leave this one out")[0]
 
 
+def _unknown_columns(entry: Mapping[str, Any]) -> list[str]:
+    """Return the columns beside a question and its answer that may have files (`before`, `clips`): one word each."""
+    pair = find_pair(entry) or ()
+    names = (name for name in entry if name not in pair and name.lower() not in CHOICES and not is_metadata(name))
+    return [name for name in names if not any(" " in text for text in texts_in(entry[name]))]
+
+
 def check_other_media(entry: Mapping[str, Any]) -> None:
-    """Raise SampleError for a numbered column (`image_2`) with a file, which beside other media would not be seen."""
+    """Raise SampleError for a column with a file that beside other media would not be seen.
+
+    Its name has a number (`image_2`), or the entry names its media, and other files in other columns of files.
+    """
+    taken = {_base(text) for name in _TAKEN for text in texts_in(entry.get(name))}
     for name, value in entry.items():
-        if _SIBLING.fullmatch(name.lower()) and value and is_file(value):
+        files = (_base(one) for one in texts_in(value) if names_medium(one) and "://" not in one)
+        is_other = bool(taken) and name not in _TAKEN and names_file(name) and any(one not in taken for one in files)
+        if is_other or (_SIBLING.fullmatch(name.lower()) and value and is_file(value)):
             raise SampleError(
                 f"`{name}` has a file that would not be seen: list all files in `images`, `videos` or `audios`, or "
                 f"leave it out (energon convert with --ignore {name})"
             )
 
 
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+_TAKEN = ("image", "images", "video", "videos", "audio", "audios")
 _SIBLING = re.compile(r"(image|img|picture|photo|video|audio|sound)s?_?\d+(_?(path|name|file|url))?")
 _OF_IMAGES = ("image", "img", "picture", "photo", "coco", "flickr", "vg")
 _NAMES_MEDIUM = re.compile(

@@ -2,8 +2,8 @@
 
     split, subset, phase, …: test, minival, …; is_test: true    held out, where other rows are not
     split, partition: 1, 2, …                                   likewise, beside rows with 0 (CelebA)
-    is_rejected, is_precanned, deleted, exclude, …: true        rejected: VizWiz, OpenAssistant
-    is_valid, is_correct, review_result, keep, …: false
+    is_rejected, is_precanned, deleted, foil, …: true           rejected: VizWiz, OpenAssistant, FOIL
+    is_valid, is_correct, is_match, review_result, keep, …: false
     answer, status, state, verdict, review: reject, …           Prodigy, Argilla
     quality: bad
     weight, loss, train, …: 0, false                            in a turn: it is not learned (`learned_if`)
@@ -112,15 +112,17 @@ def fault_of_split(said: tuple[str, Any, bool] | None, held_out: bool | None) ->
 
 # Rejected, and not learned --------------------------------------------------------------------------------------------
 
-_VERDICTS = ("answer", "status", "state", "verdict", "review")
+_VERDICTS = ("answer", *(_CLASSES := ("status", "state", "verdict", "review")), *(f"{name}_name" for name in _CLASSES))
+"""Columns; of numbers of classes, the name is in another (`status_name`)."""
 _REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
 _QUALITY = ("bad", "unusable", "rejected", "garbage", "spam")
 _IF_SET = re.compile(
     r"(?:(?:is|was|to_be)_)?(?:rejected|deleted|discarded|removed|precanned|unusable|excluded?|skip(?:ped)?|ignored?"
-    r"|dropped|cancel{1,2}ed|corrupt(?:ed)?|broken|incorrect)|discard|is_(?:invalid|bad|wrong)"
+    r"|dropped|cancel{1,2}ed|corrupt(?:ed)?|broken|incorrect|foil|mismatch(?:ed)?|hallucinat(?:ed|ion|ory))"
+    r"|discard|is_(?:invalid|bad|wrong)|has_hallucinations?"
 )
 _IF_NOT_SET = re.compile(
-    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include|is_safe"
+    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include|is_safe|(?:is_)?match(?:ed|ing)?"
 )
 _WEIGHTS = re.compile(r"(?:(?:sample|example|row|data|train|training|loss)_)?weight|loss(?:_scale|_mask)?")
 """Numbers that say how much a sample or turn counts for the loss: 0, and it is not learned."""

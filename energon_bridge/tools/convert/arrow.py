@@ -53,7 +53,7 @@ from energon_bridge.tools.convert.rows import (
     lay_out,
     located,
 )
-from energon_bridge.tools.convert.splits import named_parts, part_order, split_files
+from energon_bridge.tools.convert.splits import check_card, named_parts, part_order, split_files
 
 _JUDGED_BY = 20
 """Number of first rows by which columns with media, and the kind of the rows, are recognised."""
@@ -276,7 +276,11 @@ def parquet_files(path: Path) -> list[tuple[str, Path]]:
         if next(path.rglob(log), None) is not None:
             raise of_log(str(path), kind)
     names = [one.relative_to(path) for one in path.rglob("*.parquet") if one.is_file()]
-    return [(part, path / name) for part, name in parts_of(names, str(path))]
+    found = parts_of(names, str(path))
+    card = path / "README.md"
+    if card.is_file() and (configs := check_card(card.read_text("utf-8", "replace"), found, str(path))):
+        _warn_of_configs(str(path), len(configs), ", ".join([*configs[:5], *["…"] * (len(configs) > 5)]))
+    return [(part, path / name) for part, name in found]
 
 
 def of_log(where: str, kind: str) -> SourceError:
@@ -302,6 +306,12 @@ def _warn_of_left_out(where: str, count: int, total: int, first: str) -> None:
         "%s: %d of %d parquet files %s not taken, such as %s: hidden, or not named for a split, as others are",
         *(where, count, total, "is" if count == 1 else "are", first),
     )
+
+
+@cache
+def _warn_of_configs(where: str, count: int, names: str) -> None:
+    what = "%s: its README.md has %d configurations (%s), and the files of all are taken: for one, give its folder"
+    _logger.warning(what, where, count, names)
 
 
 def is_saved(store: Store) -> bool:

@@ -8,6 +8,9 @@ The first of these that any file follows counts for all of them (`load_dataset` 
    digit.
 3. The file itself is called so.
 
+A name such as `is_test=true` or `quality=bad` on the way, of a table in partitions, holds its rows out or rejects them;
+the card of a dataset (`README.md`) may say the split of its files. Where that is not taken, it is an error.
+
 Files in folders whose names begin with `_` (Spark's `_temporary`), and hidden ones, are never taken. What these rules
 would learn although a name says in another way that it is held out (`Test`, `testset`, a file `test.parquet` in the
 folder `train`) is an error.
@@ -18,10 +21,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import PurePath
+from typing import Any
 
-from energon_bridge.core.errors import SourceError
-from energon_bridge.models.conversations.withheld import says_held_out as says_held_out
+from energon_bridge.core.errors import MetadataError, SourceError
+from energon_bridge.core.format.documents import parse_document
+from energon_bridge.models.conversations.withheld import (
+    is_held_out,
+    is_rejecting,
+    says_held_out as says_held_out,
+    split_columns,
+)
 
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -49,6 +60,9 @@ def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
     """Return the split parts that the names of files below a folder tell; raises SourceError for doubtful ones."""
     names = sorted(names)
     seen = [name for name in names if not _is_hidden(name)]
+    apart = [name for name in seen if any(map(_is_apart, name.parts[:-1]))]
+    if apart and len(apart) < len(seen):
+        raise _doubtful(where, apart[0], "its folder's name is that of a column, which is not read", "held out or bad")
     rules: tuple[Callable[[PurePath], set[str]], ...]
     rules = (_of_shard, lambda name: folder_splits(name.as_posix()), lambda name: splits_in(name.name))
     by_rule = ({name: rule(name) for name in seen} for rule in rules)
@@ -63,6 +77,45 @@ def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
     called = named_parts({part for (part,) in parts.values()})
     files = [(called[part], name) for name, (part,) in parts.items()]
     return SplitFiles(files=sorted(files, key=lambda item: (*part_order(item[0]), item[1])), left_out=left_out)
+
+
+def check_card(card: str, files: Sequence[tuple[str, PurePath]], where: str) -> list[str]:
+    """Return the configurations that the card of a dataset on the hub has for these files, if they are several.
+
+    It names their files: `configs: [{config_name: …, data_files: [{split: test, path: b.parquet}]}]`. Raises
+    SourceError for a file that it says is held out, and no name says so.
+    """
+    head = re.match(r"---[ \t]*\n(.*?)\n---", card, re.DOTALL)
+    try:
+        configs = parse_document(head[1].encode(), where=f"{where}/README.md")["configs"] if head is not None else []
+        pairs = [(one["config_name"], pair) for one in configs for pair in _pairs_of(one["data_files"])]
+        named = [(config, split, path) for config, (split, paths) in pairs for path in paths]
+    except (MetadataError, TypeError, KeyError, IndexError, ValueError):  # of another form
+        return []
+    found: list[tuple[str, str, PurePath]] = []
+    for config, split, path in named:
+        found += [(config, split, name) for part, name in files if fnmatch(name.as_posix(), path)]
+    held_out = {name for _, split, name in found if says_held_out(split)} - {name for part, name in files if part}
+    if held_out and len(held_out) < len(files):
+        raise _doubtful(where, min(held_out), "only the README.md says so")
+    of = {config: {name for other, _, name in found if other == config} for config, *_ in found}
+    return [] if not of or set.intersection(*of.values()) else sorted(map(str, of))
+
+
+def _pairs_of(files: Any) -> list[tuple[str, list[str]]]:
+    """Return the splits of a configuration, each with the patterns of its files."""
+    if isinstance(files, str) or not isinstance(files[0], Mapping):
+        return [("train", [files] if isinstance(files, str) else files)]
+    paths = [(one["split"], one["path"]) for one in files]
+    return [(split, [path] if isinstance(path, str) else path) for split, path in paths]
+
+
+def _is_apart(folder: str) -> bool:
+    """Return whether the name of a partition's folder says that its rows are held out or were rejected."""
+    column, is_one, value = folder.partition("=")
+    return bool(is_one) and (
+        (bool(split_columns((column,))) and bool(is_held_out(column, value))) or is_rejecting(column, value)
+    )
 
 
 def _is_hidden(name: PurePath) -> bool:
@@ -143,8 +196,8 @@ def splits_in(word: str) -> set[str]:
     return {SPLIT_NAMES[found[1]] for found in _WORD.finditer(word)}
 
 
-def _doubtful(where: str, name: PurePath, why: str) -> SourceError:
+def _doubtful(where: str, name: PurePath, why: str, what: str = "held out") -> SourceError:
     return SourceError(
-        f"{where}: {name} seems to be held out, but {why}. Rename it (`test`, `val`, `train` as a word of its own, in "
+        f"{where}: {name} seems to be {what}, but {why}. Rename it (`test`, `val`, `train` as a word of its own, in "
         "the names of all files or of all folders), move it away, or give the folder or file of each split by itself."
     )

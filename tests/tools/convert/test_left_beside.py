@@ -314,7 +314,9 @@ def test_the_path_of_a_picture_beside_it_is_only_its_name(tmp_path: Path) -> Non
     assert "1.mp4" in refused(path, tmp_path / "other", *ALL)
 
 
-@pytest.mark.parametrize("column", ["image_1", "left_image", "question_image", "video_path"])
+@pytest.mark.parametrize(
+    "column", ["image_1", "left_image", "question_image", "video_path", "image_left", "img_before_1"]
+)
 def test_questions_are_not_learned_without_the_files_that_columns_name(
     column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,6 +327,34 @@ def test_questions_are_not_learned_without_the_files_that_columns_name(
         with pytest.raises(Exception, match="skipped"):
             delivered(written(tmp_path, [row], f"{form}.jsonl"))
         assert f"`{column}` names a file ('{name}') that is no part of the sample" in caplog.text
+
+
+@pytest.mark.parametrize("column", ["clips", "before", "reference"])
+def test_files_beside_a_question_may_have_any_name(
+    column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path, [{"question": "What?", "answer": "x", column: ["a.mp4", "b.mp4"]}])
+    with pytest.raises(Exception, match="skipped"):
+        delivered(path)
+    assert f"`{column}` names a file ('a.mp4') that is no part of the sample" in caplog.text
+    said = {"image_format": "png", "options": ["x", "a.png"], "source": "a.mp4", "audio_codec": "flac"}
+    assert len(delivered(written(tmp_path, [{"question": "What?", "answer": "x", **said}], "said.jsonl"))) == 1
+
+
+def test_files_beside_named_images_of_a_list_that_is_not_converted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"question": "What?", "answer": "x", "image": "a.png"}
+    written(tmp_path, [{**asked, "reference_image": "b.png"}, {**asked, "image_path": "images/a.png"}])
+    mix = tmp_path / "mix.yaml"
+    leaf = {"path": "./rows.jsonl", "aux": {"images": f"filesystem://{tmp_path}"}}
+    mix.write_text(
+        json.dumps({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": leaf}})
+    )
+    samples = delivered(mix)
+    assert {tuple(image.shape[-2:] for image in one.images) for one in samples} == {((16, 16),)}
+    assert {one.__restore_key__ for one in samples} == {samples[1].__restore_key__}  # another in place of the first
+    assert "`reference_image` has a file that would not be seen" in caplog.text
 
 
 def test_numbered_images_beside_a_list_of_images_are_refused(tmp_path: Path) -> None:

@@ -100,6 +100,13 @@ def test_tables_are_refused_when_they_are_opened(name: str, value: Any, beside: 
     assert len(delivered(tmp_path / "whole")) == 1
 
 
+@pytest.mark.parametrize("beside", [{"query_time": 4.5}, {"frame_idx": 4}])
+def test_numbers_in_names_of_files_and_ids_are_not_those_of_texts(tmp_path: Path, beside: dict[str, Any]) -> None:
+    """The 4 of `a.mp4`."""
+    path = lines(tmp_path, {"id": "7_4.5", "video": "a.mp4", **ASKED, **beside})
+    assert f"`{next(iter(beside))}` is" in refused(path, tmp_path / "out", *ALL)
+
+
 NO_PARTS: list[tuple[str, dict[str, Any]]] = [
     ("a.png", {"crop": "wheat"}),
     ("a.png", {"region": "Europe"}),

@@ -78,6 +78,8 @@ DOUBTFUL: dict[str, tuple[tuple[str, ...], str]] = {
     "a test file in the folder of train": (("train/0", "train/test_0"), "would be of the split train"),
     "two words": (("train/test/0", "train/0"), "its path tells the splits test and train"),
     "held out": (("train", "held_out"), r"held_out\.parquet seems.*is not taken"),
+    "partitions": (("is_test=true/0", "is_test=false/0"), "is_test=true/0.parquet seems to be held out or bad"),
+    "partitions by quality": (("quality=bad/0", "quality=good/0"), "quality=bad/0.parquet seems to be held out or bad"),
 }
 
 
@@ -88,6 +90,50 @@ def test_names_that_say_test_and_would_not_be_taken_so_are_refused(kind: str, tm
     with pytest.raises(SourceError, match=message):
         texts(folder, "train")
     assert "seems to be held out" in refused(folder, tmp_path / "out")
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: "a*.parquet"}
+  - split: test
+    path: [b.parquet, c.parquet]
+---
+# A set
+"""
+
+
+def test_splits_that_only_the_card_of_a_dataset_tells_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", ("a", "a2", "b", "c"))
+    (folder / "README.md").write_text(CARD)
+    with pytest.raises(SourceError, match=r"b\.parquet seems to be held out, but only the README\.md says so"):
+        texts(folder, "train")
+    assert "only the README.md says so" in refused(folder, tmp_path / "out")
+    for name in ("b", "c"):
+        (folder / f"{name}.parquet").unlink()
+    assert texts(folder, "train") == ["a", "a2"]
+
+
+@pytest.mark.parametrize("card", ["# A set\n", "---\n[\n---\n", "---\nconfigs: 1\n---\n", "---\nlicense: mit\n---\n"])
+def test_other_cards_say_nothing(card: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write(tmp_path / "data", ("a", "b"))
+    (folder / "README.md").write_text(card)
+    assert texts(folder, "train") == ["a", "b"]
+    assert not caplog.text
+
+
+def test_configurations_that_are_read_as_one_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """GSM8K: the same questions with other answers."""
+    folder = write(tmp_path / "data", ("main/train-0", "socratic/train-0"))
+    names = "".join(f"- {{config_name: {one}, data_files: {one}/train-*}}\n" for one in ("main", "socratic"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{names}---\n")
+    assert len(texts(folder, "train")) == 2
+    assert "its README.md has 2 configurations (main, socratic), and the files of all are taken" in caplog.text
+    caplog.clear()
+    assert len(texts(folder / "main", "train")) == 1
+    assert not caplog.text
 
 
 def test_files_of_no_split_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

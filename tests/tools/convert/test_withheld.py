@@ -243,6 +243,10 @@ MARKS: list[tuple[str, Any, Any]] = [
     ("approved", 1, 0),
     ("is_safe", True, False),
     ("correct", True, False),
+    ("is_match", True, False),
+    ("foil", False, True),
+    ("hallucination", 0, 1),
+    ("status_name", "submitted", "rejected"),
 ]
 UNLEARNED: list[tuple[str, Any, Any]] = [
     ("weight", 1.0, 0.0),
