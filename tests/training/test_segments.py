@@ -185,6 +185,7 @@ def test_segments_and_options_that_cannot_be_honoured_are_named(
 SPANS: list[dict[str, Any]] = [
     {"time": [1, 2]},
     {"relevant_windows": [[0, 1], [1, 2]]},  # QVHighlights
+    {"times": "[0:1]"},  # How2QA
     {"metadata": {"fps": 24, "start": 1, "end": 2}},
     {"meta": {"video": {"clip": [1, 2]}}},
     {"segments": [{"start": 1, "end": 2}]},

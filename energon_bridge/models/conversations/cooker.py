@@ -77,6 +77,11 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         check_other_media(content)
     elif unseen := unseen_medium(content):
         raise SampleError(unseen)
+    elif document := next((name for name in sample if name.lower().rpartition(".")[2] in _DOCUMENTS), None):
+        raise SampleError(
+            f"the part `{document}` of the sample is no image, video or sound, and the question would be learned "
+            "without it: make images of it, or leave it out"
+        )
     return ChatSample(
         **basic_sample_keys(sample),
         messages=turns,
@@ -88,6 +93,8 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
     )
 
 
+_DOCUMENTS = ("pdf", "gz", "nii", "dcm", "docx", "pptx", "djvu", "svg")
+"""Endings of the names of parts that questions are about, and models do not see."""
 COOKERS = (Cooker(cook_conversation),)
 
 

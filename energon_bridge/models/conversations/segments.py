@@ -13,6 +13,7 @@ an error beside a video or sound, which would be learned whole; but if the texts
 So is another part of a file, which is never cut out:
 
     crop, roi, region: [x, y, w, h]                                                        beside an image, a video
+    boxes, regions, objects, …                                            beside texts with `<boxes>`, `<region1>`, …
     question_time, frame_time, realtime: 12.5                                              beside a video or sound
     frame_indices: [8, 16], frame_idx: 8                                                   beside a video, a GIF
     channel: 1                                                                             beside a sound
@@ -244,6 +245,14 @@ def entry_segments(
                 f"`{name}` is {str(value)[:100]!r}, one time in the {kind}, and all of it would be learned: cut it, as "
                 f"segment: [begin, end], or {_without(name)}"
             )
+    for name, value in _of_turns(entry):
+        time = _time(value) if name in ("time", "timestamp") or _MOMENT.fullmatch("_".join(_words(name))) else None
+        if time and not _is_missing(value) and not _are_written([time], entry, [name]):
+            raise SampleError(
+                f"a turn has `{name}` {str(value)[:100]!r}, one time in the {kind}, which the model would not see: it "
+                "would be shown all of it. Make a sample of each such turn, with its segment: [begin, end], or leave "
+                "the key out"
+            )
     segments = _listed_segments(given, kind, there[kind])
     if not segments and (found := _segment(given, is_part=False)) is not None:
         if there[kind] > 1:
@@ -268,6 +277,14 @@ def entry_segments(
                 f"{_without(column)}"
             )
     return (kind, [MediaOptions(begin=begin, end=end) for begin, end in segments]) if segments else None
+
+
+def _of_turns(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of the turns of an entry, with their values."""
+    for name in ("messages", "conversations", "conversation"):
+        turns = entry.get(name)
+        for turn in turns if isinstance(turns, list | tuple) else ():
+            yield from turn.items() if isinstance(turn, Mapping) else ()
 
 
 def check_unseen(said: Mapping[str, Any], what: str) -> None:
@@ -331,6 +348,7 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
 
     `extensions` are those of its files: a page is a part of a TIFF, a frame one of a GIF.
     """
+    _check_marks(entry, there)
     _name_changes(entry, there)
     for names, part in _parts_named(tuple(entry)):
         value = entry[names[0]] if len(names) == 1 else [entry[name] for name in names]
@@ -363,6 +381,29 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
             f"it: do so beforehand; without the column, the texts are learned with the {of_kind} as it is: "
             f"{_without(names[0])}"
         )
+
+
+def _check_marks(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None:
+    """Raise SampleError for places of objects of an image in texts (`<bbox>`, `<region1>`) that a column is to fill."""
+    if not there.get("image"):
+        return
+    named = [one for one in entry if _OF_OBJECTS & _kinds(one) and entry[one]]
+    columns = [one for one in named if str(entry[one]).startswith(("[", "{", "("))]
+    if not columns:
+        return
+    texts = texts_in({name: value for name, value in entry.items() if name not in columns})
+    found = (_MARK.search(text) for text in texts if "<" in text and not _CLOSED.search(text))
+    if (mark := next(filter(None, found), None)) is not None:
+        raise SampleError(
+            f"has `{columns[0]}` for the places {mark[0]!r} in its texts, which would be learned as they are: write "
+            "names and boxes into the texts, as the model has them; for the texts to be learned as they are, "
+            f"{_without(*columns)}"
+        )
+
+
+_OF_OBJECTS = frozenset(("object", "bbox", "box", "boxe", "region", "annotation", "mask", "point", "polygon"))
+_MARK = re.compile(r"<(?:ref-object|bbox|bboxes|box|boxes|points?|(?:region|mask|obj|object)s?[ _-]?\d*)>")
+_CLOSED = re.compile(r"</(?:bbox|box|points?|region|mask|obj|object)>")  # around the numbers themselves
 
 
 def _warn(name: str, said: str) -> None:
@@ -587,6 +628,8 @@ def _is_nested(value: Any) -> bool:
 def _spans_of(value: Any, *, has_texts: bool) -> list[_Span]:
     """Return the spans in a pair of numbers, a list of pairs or, where the name is of times, a text of both."""
     if isinstance(value, str):
+        if has_texts and re.fullmatch(r"\[\d+(\.\d+)?:\d+(\.\d+)?\]", value):  # of How2QA
+            value = value.replace(":", ",")
         one = _range(value) if has_texts and re.search(r"[-–,]|to", value) else None
         return [] if one is None or (one[0] > 1900 and one[1] < 2100) else [one]
     if not isinstance(value, list | tuple) or not value:

@@ -78,6 +78,8 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
         first = value[0] if isinstance(value, list) and value else value
         if is_base64(first) or (isinstance(first, str) and first.startswith(URIS)):
             return f"`{name}` has a file in it, which is no part of the sample: convert the list (energon convert)"
+        if is_about and _are_pixels(name, value):
+            return f"`{name}` seems to be an image in numbers, which is no part of the sample: write it as a file"
         may_name = found or names_file(name) or name in others
         if names_medium(first) and (may_name or (name in contexts and " " not in str(value))):
             return (
@@ -96,6 +98,13 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
     pairs = (one for name in names if isinstance(entry.get(name), list) for one in entry[name])
     unseen = next((one for pair in pairs if isinstance(pair, Mapping) and (one := unseen_medium(pair))), None)
     return unseen and unseen.partition(", or leave this one out")[0]
+
+
+def _are_pixels(name: str, value: Any) -> bool:
+    depth = 0
+    while isinstance(value, list | tuple) and value:
+        depth, value = depth + 1, value[0]
+    return depth > 1 and isinstance(value, int | float) and (names_file(name) or "pixel" in name.lower())
 
 
 def _unknown_columns(entry: Mapping[str, Any]) -> list[str]:

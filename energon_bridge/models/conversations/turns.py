@@ -95,7 +95,6 @@ ROLES: Mapping[str, str] = MappingProxyType(
 _DETAILS = ("train_detail", "training_detail")
 
 SAYING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # in place of a content
-_OBJECTS = ("<ref-object>", "<bbox>")  # of ms-swift
 
 
 def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) -> list[RawTurn] | None:
@@ -140,11 +139,6 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
         if doubt := doubt_of_answer(entry, pair):
             raise SampleError(doubt)
         turns = _turns_of_pair(entry, pair, answers_as)
-    if entry.get("objects") and (mark := next((one for one in _OBJECTS if one in str(turns)), None)):
-        raise SampleError(
-            f"has `objects` for the places {mark!r} in its texts, which would be learned as they are: write the names "
-            "and boxes into the texts, as the model has them"
-        )
     return turns
 
 

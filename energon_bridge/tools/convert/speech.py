@@ -187,7 +187,7 @@ class SpeechSource(TableSource):
                     where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]}
                 )
             text = entry.get(self._text)
-            if not isinstance(text, str):
+            if not isinstance(text, str) or (text and not any(map(str.isalnum, text))):  # NeMo's `-`: none
                 raise SourceError(f"`{self._text}` is {str(text)[:60]!r}, expected what is said in the sound.")
             if self.prompt == PROMPT and _is_translated(entry):
                 raise SourceError(

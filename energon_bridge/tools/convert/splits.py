@@ -8,8 +8,8 @@ The first of these that any file follows counts for all of them (`load_dataset` 
    digit.
 3. The file itself is called so.
 
-A name such as `is_test=true` or `quality=bad` on the way, of a table in partitions, holds its rows out or rejects them;
-the card of a dataset (`README.md`) may say the split of its files. Where that is not taken, it is an error.
+`is_test=true` or `quality=bad` on the way, of a table in partitions, and `rejected.parquet` beside others are errors,
+and so is a file that only the card of a dataset (`README.md`) says is held out.
 
 Files in folders whose names begin with `_` (Spark's `_temporary`), and hidden ones, are never taken. What these rules
 would learn although a name says in another way that it is held out (`Test`, `testset`, a file `test.parquet` in the
@@ -60,9 +60,9 @@ def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
     """Return the split parts that the names of files below a folder tell; raises SourceError for doubtful ones."""
     names = sorted(names)
     seen = [name for name in names if not _is_hidden(name)]
-    apart = [name for name in seen if any(map(_is_apart, name.parts[:-1]))]
+    apart = [name for name in seen if any(map(_is_apart, (*name.parts[:-1], name.stem)))]
     if apart and len(apart) < len(seen):
-        raise _doubtful(where, apart[0], "its folder's name is that of a column, which is not read", "held out or bad")
+        raise _doubtful(where, apart[0], "it would be taken as the others are", "held out or rejected")
     rules: tuple[Callable[[PurePath], set[str]], ...]
     rules = (_of_shard, lambda name: folder_splits(name.as_posix()), lambda name: splits_in(name.name))
     by_rule = ({name: rule(name) for name in seen} for rule in rules)
@@ -111,11 +111,16 @@ def _pairs_of(files: Any) -> list[tuple[str, list[str]]]:
 
 
 def _is_apart(folder: str) -> bool:
-    """Return whether the name of a partition's folder says that its rows are held out or were rejected."""
+    """Return whether the name of a file or folder says that its rows were rejected, or that of a partition."""
+    if _REJECTED.fullmatch(folder.lower()):
+        return True
     column, is_one, value = folder.partition("=")
     return bool(is_one) and (
         (bool(split_columns((column,))) and bool(is_held_out(column, value))) or is_rejecting(column, value)
     )
+
+
+_REJECTED = re.compile(r"(?:.*[-_ .])?(?:rejected|invalidated|discarded)")  # invalidated.tsv of Common Voice
 
 
 def _is_hidden(name: PurePath) -> bool:

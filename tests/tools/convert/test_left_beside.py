@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "numbers between tags": (
         {"messages": [{"role": "user", "content": "<image>1</image> What?"}, ANSWER]},
         "a text names an image as '<image>1</image>'",
+    ),
+    "an image in numbers": (
+        {"question": "What?", "answer": "x", "pixels": [[[1, 2, 3]] * 4] * 4},
+        "`pixels` seems to be an image in numbers",
     ),
     "a sound in a text": (
         {"messages": [{"role": "user", "content": "<audio>a.wav</audio> What?"}, ANSWER]},
@@ -266,6 +271,24 @@ def table(folder: Path, row: dict[str, Any]) -> Path:
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist([row]), folder / "rows.parquet")
     return folder / "rows.parquet"
+
+
+@pytest.mark.parametrize("ending", ["pdf", "nii.gz"])
+def test_documents_that_a_question_is_about(ending: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Pdf and Nifti of the datasets library; a tar."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    data = gzip.compress(b"x") if ending.endswith("gz") else b"%PDF-1.4"
+    row = {"question": "What?", "answer": "x", "paper": {"bytes": data, "path": f"a.{ending}"}}
+    parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    assert "`paper`: " in refused(tmp_path / "rows.parquet", tmp_path / "out", *ALL)
+    write_tar(tmp_path / "tars/a.tar", [("0.json", json.dumps(talk()).encode()), (f"0.{ending}", data)])
+    output_of("prepare", tmp_path / "tars", *ALL, "--sample-type", "CrudeWebdataset")
+    for path in (tmp_path / "rows.parquet", tmp_path / "tars"):
+        caplog.clear()
+        with pytest.raises(Exception, match="skipped"):
+            delivered(path)
+        assert "is no image, video or sound, and the question would be learned without it" in caplog.text
 
 
 def shown(number: int) -> dict[str, Any]:

@@ -107,6 +107,45 @@ def test_numbers_in_names_of_files_and_ids_are_not_those_of_texts(tmp_path: Path
     assert f"`{next(iter(beside))}` is" in refused(path, tmp_path / "out", *ALL)
 
 
+MARKED: list[dict[str, Any]] = [
+    {
+        "question": "What is <boxes>?",
+        "answer": "x<boxes>",
+        "boxes": [[1, 2, 3, 4]],
+        "boxes_seq": [[0]],
+    },  # Shikra
+    {"question": "What is <region1>?", "answer": "x", "annotation": [{"bbox": [1, 2, 3, 4]}]},  # Osprey
+    {"question": "Where is <ref-object>?", "answer": "<bbox>", "objects": '{"ref": ["dog"], "bbox": [[1, 2, 3, 4]]}'},
+    {"caption": "<mask> a dog", "masks": [[1, 2, 3]]},
+]
+
+
+@pytest.mark.parametrize("row", MARKED)
+def test_places_that_a_column_is_to_fill_are_not_learned(row: dict[str, Any], tmp_path: Path) -> None:
+    path = lines(tmp_path, {"image": "a.png", **row})
+    column = next(name for name in row if name in ("boxes", "annotation", "objects", "masks"))
+    assert f"has `{column}` for the places" in refused(path, tmp_path / "out", *ALL)
+    with pytest.raises(SourceError, match=f"has `{column}` for the places"):
+        delivered(table(tmp_path, row))
+    others = ["--ignore", "boxes_seq"] * ("boxes_seq" in row)
+    convert(path, tmp_path / "out", *ALL, "--ignore", column, *others)
+    said = {**ASKED, "answer": "<box>(1,2),(3,4)</box>", "boxes": [[1, 2, 3, 4]]}  # Qwen-VL
+    for number, other in enumerate((said, {**ASKED, "question": "What is <region1>?"})):
+        convert(lines(tmp_path, {"image": "a.png", **other}), tmp_path / f"said{number}", *ALL)
+
+
+@pytest.mark.parametrize("key", ["time", "timestamp", "question_time"])
+def test_times_of_turns_are_not_seen(key: str, tmp_path: Path) -> None:
+    """Questions while a video runs."""
+    asked = {"role": "user", "content": "What is it?"}
+    said = {"role": "assistant", "content": "It is x."}
+    path = lines(tmp_path, {"video": "a.mp4", "messages": [{**asked, key: 1.5}, {**said, key: 2.5}]})
+    assert f"a turn has `{key}` '1.5', one time in the video" in refused(path, tmp_path / "out", *ALL)
+    for number, time in enumerate((0, "2024-01-01T10:00:00", 1.7e9, None)):
+        path = lines(tmp_path, {"video": "a.mp4", "messages": [{**asked, key: time}, said]})
+        convert(path, tmp_path / f"out{number}", *ALL)
+
+
 NO_PARTS: list[tuple[str, dict[str, Any]]] = [
     ("a.png", {"crop": "wheat"}),
     ("a.png", {"region": "Europe"}),

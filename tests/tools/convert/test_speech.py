@@ -115,6 +115,7 @@ def test_parts_of_all_kinds_of_sounds(
         ({"offset": -1, "duration": 1}, "`offset` is '-1', expected seconds"),
         ({"offset": 1, "duration": "long"}, "`duration` is 'long', expected seconds"),
         ({"text": None}, "`text` is 'None', expected what is said"),
+        ({"text": "-"}, "`text` is '-', expected what is said"),
         ({"audio_filepath": ["a.wav", "b.wav"]}, "expected the path of one sound"),
         ({"audio_filepath": "gone.wav"}, "gone.wav: cannot read"),
         ({"audio_filepath": "text.wav"}, "text.wav"),

@@ -78,8 +78,12 @@ DOUBTFUL: dict[str, tuple[tuple[str, ...], str]] = {
     "a test file in the folder of train": (("train/0", "train/test_0"), "would be of the split train"),
     "two words": (("train/test/0", "train/0"), "its path tells the splits test and train"),
     "held out": (("train", "held_out"), r"held_out\.parquet seems.*is not taken"),
-    "partitions": (("is_test=true/0", "is_test=false/0"), "is_test=true/0.parquet seems to be held out or bad"),
-    "partitions by quality": (("quality=bad/0", "quality=good/0"), "quality=bad/0.parquet seems to be held out or bad"),
+    "partitions": (("is_test=true/0", "is_test=false/0"), "is_test=true/0.parquet seems to be held out or rejected"),
+    "partitions by quality": (
+        ("quality=bad/0", "quality=good/0"),
+        "quality=bad/0.parquet seems to be held out or",
+    ),
+    "rejected": (("rejected", "accepted"), "rejected.parquet seems to be held out or rejected"),
 }
 
 
