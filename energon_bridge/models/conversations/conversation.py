@@ -339,7 +339,13 @@ def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
             f"the sample has the {kind}s {', '.join(names)}, and all of them would be shown: name those that the texts "
             f"are about, as {kind}s: [PART, …] in its json, or leave out {drawn!r} (part_filter)"
         )
-    return [sample[name] for name in sorted(names, key=natural_order)]
+    shown = sorted(names, key=natural_order)
+    if names != shown and not any(one.isdigit() for name in names for one in name.rpartition(".")[0]):
+        raise SampleError(
+            f"the sample has the {kind}s {', '.join(names)}, and they would be shown in the order of their names, "
+            f"{', '.join(shown)}: list them in the right order, as {kind}s: [PART, …] in its json"
+        )
+    return [sample[name] for name in shown]
 
 
 def _medium(name: str) -> Medium | None:

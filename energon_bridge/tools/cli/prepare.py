@@ -17,6 +17,7 @@ from energon_bridge.core.prepare.indexing import Prepared, prepare_dataset, rebu
 from energon_bridge.core.prepare.split import SplitRule, find_shards, parse_patterns, parse_ratio
 from energon_bridge.core.samples import CrudeSample, sample_type_by_name
 from energon_bridge.core.storage import Store, open_store
+from energon_bridge.models.conversations.withheld import says_held_out
 from energon_bridge.tools.check.dataset_yaml import (
     check_found,
     parse_field_map,
@@ -158,6 +159,11 @@ def command(
     named = f"; the first is {shards[0]}, the last is {shards[-1]}" if len(shards) > 1 else f": {shards[0]}"
     click.echo(f"Found {count_of(len(shards), 'tar file')}{named}.")
     rule = _split_rule(split_ratio, split_parts, shuffle=shuffle_tars, non_interactive=non_interactive)
+    if split_ratio is not None and (held_out := [name for name in shards if says_held_out(name)]):
+        click.echo(
+            f"Warning: {held_out[0]} seems to be held out, and --split-ratio deals out shards whatever their names: "
+            "use --split-parts to take them by their names."
+        )
     dataset_yaml = None
     if not skip_dataset_yaml:
         dataset_yaml = _dataset_yaml(

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from energon_bridge.tools.convert.rows import (
     Layout,
     Row,
 )
-from energon_bridge.tools.convert.splits import SPLIT_ORDER
+from energon_bridge.tools.convert.splits import SPLIT_ORDER, split_files
 
 if TYPE_CHECKING:
     from energon_bridge.core.mix.leaves import OpenLeaf
@@ -148,7 +148,7 @@ class TarSource(_TarSamples):
                 else:
                     self.empty.append(shard)
             counts.append((part, self._starts[-1] - before))
-        self.split_parts = tuple(counts) if self._prepared else ()
+        self.split_parts = tuple(counts) if self._prepared or len(counts) > 1 or counts[0][0] != "train" else ()
         lists = [*self._lists]
         for first, second in equal_keys(key for keys, _, _ in self._samples for key in keys):
             there, here = ((store.url(shard), key) for store, shard, key, *_ in map(self._find, (first, second)))
@@ -179,10 +179,16 @@ class TarSource(_TarSamples):
         return _CRUDE
 
     def _groups(self, shards: list[str]) -> list[tuple[str, list[str]]]:
-        if not self._prepared:
-            return [("train", shards)]
-        splits = read_splits(self._store)
-        groups = [(part, splits.shards_of(part)) for part, listed in splits.parts.items() if listed]
+        """Return the shards of each split part: of a prepared dataset its own, else those that names tell."""
+        if self._prepared:
+            splits = read_splits(self._store)
+            groups = [(part, splits.shards_of(part)) for part, listed in splits.parts.items() if listed]
+        else:
+            of = {name.as_posix(): part for part, name in split_files(map(PurePosixPath, shards), self.where).files}
+            parts = dict.fromkeys(of.values())
+            if [*parts] == [""]:
+                return [("train", shards)]
+            groups = [(part, [shard for shard in shards if of.get(shard) == part]) for part in parts]
         if left := sorted({*shards}.difference(*(listed for _, listed in groups))):
             _logger.warning(
                 "%s: %d of %d tars are left out, such as %s: they are in no split part. If they were added after it "

@@ -459,6 +459,21 @@ def test_masks_in_tars_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert [image.shape[-2:] for image in sample.images] == [(16, 16)]
 
 
+def test_pictures_of_a_tar_are_shown_in_their_order_or_not_at_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = talk()
+    for number, content in enumerate((asked, {**asked, "images": ["before.jpg", "after.jpg"]})):
+        parts = [("0.before.jpg", picture(0)), ("0.after.jpg", picture(1)), ("0.json", json.dumps(content).encode())]
+        write_tar(tmp_path / f"{number}" / "a.tar", parts)
+        output_of("prepare", tmp_path / f"{number}", *ALL, "--sample-type", "CrudeWebdataset")
+    with pytest.raises(Exception, match="skipped"):
+        delivered(tmp_path / "0")
+    assert "in the order of their names, after.jpg, before.jpg: list them" in caplog.text
+    (sample,) = delivered(tmp_path / "1")
+    assert [image.shape[1] for image in sample.images] == [16, 17]
+
+
 def test_files_beside_turns_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

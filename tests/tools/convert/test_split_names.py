@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import tarfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from commands import output_of
 from PIL import Image
 from sources import convert, converted, members, meta, refused
+from tar_builder import write_tar
 
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.core.errors import SourceError, UnknownSplitError
@@ -163,6 +166,34 @@ def test_files_behind_urls_follow_the_same_rules() -> None:
         ("train", "a/train-0.parquet"),
         ("test", "b/test-1.parquet"),
     ]
+
+
+def members_of(root: Path, shards: list[str]) -> list[str]:
+    found = []
+    for shard in shards:
+        with tarfile.open(root / shard) as archive:
+            found += archive.getnames()
+    return found
+
+
+@pytest.mark.parametrize("names", [("train/0", "val/0"), ("x-train-000", "x-val-000")])
+def test_tars_keep_the_split_of_their_names(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        write_tar(tmp_path / f"tars/{name}.tar", [(f"{'val' in name:d}.json", b"{}")])
+    assert "train: 1 sample in 1 shard\nval: 1 sample in 1 shard" in convert(tmp_path / "tars", tmp_path / "out")
+    parts = meta(tmp_path / "out", "split.yaml")["split_parts"]
+    keys = {part: {*members_of(tmp_path / "out", shards)} for part, shards in parts.items()}
+    assert {part: names for part, names in keys.items() if names} == {"train": {"0.json"}, "val": {"1.json"}}
+    write_tar(tmp_path / "tars/heldout.tar", [("2.json", b"{}")])
+    assert "heldout.tar seems to be held out" in refused(tmp_path / "tars", tmp_path / "other")
+    ratio = ("--split-ratio", "1,0,0", "--non-interactive", "--sample-type", "CrudeWebdataset")
+    assert "Warning: heldout.tar seems to be held out" in output_of("prepare", tmp_path / "tars", *ratio)
+
+
+def test_tars_whose_names_say_nothing_are_dealt_out(tmp_path: Path) -> None:
+    for name in ("train-0", "train-1"):
+        write_tar(tmp_path / f"tars/{name}.tar", [(f"{name}.{n}.json", b"{}") for n in range(1)])
+    assert "Split: train 9, val 1" in convert(tmp_path / "tars", tmp_path / "out")
 
 
 # Saved datasets -------------------------------------------------------------------------------------------------------
