@@ -228,9 +228,15 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
         if role == "assistant":
             _check_reasoning(turn)
             continue
+        places = _counted([turn])[0]
         for key in turn.keys() - _OWN_KEYS:
             check_no_file(key, turn[key], role)
-        if any(_counted([turn])[0][one] for one in _CUT):
+            if _WHICH.fullmatch(key.lower()) and turn[key] not in (None, 0, "0", [], [0]) and not any(places.values()):
+                raise SampleError(
+                    f"a turn of {role!r} has {key}={turn[key]!r}, and all images would be shown in the first question: "
+                    "write '<image>' into each turn"
+                )
+        if any(places[one] for one in _CUT):
             check_unseen(without(turn, *_OWN_KEYS), f"the turn of {role!r}")
     for key in _ORDERS:
         numbers = [number for turn in turns if type(number := turn.get(key)) is int]
@@ -268,6 +274,8 @@ def _thoughts_in(value: Any) -> list[str]:
     return texts_in([[one.get("text"), one.get("summary")] if isinstance(one, MAPPING) else one for one in ones])
 
 
+_WHICH = re.compile(r"(?:image|img|picture|photo|video|audio|sound)s?_?(?:index|idx|indices|indexes|no|num|number)")
+"""Keys of turns that say which of several files each is about."""
 _ORDERS = ("turn", "turn_id", "turn_index", "turn_idx", "turn_number")
 _THINKING = ("analysis", "commentary", "thinking", "thought", "thoughts", "reasoning", "think")
 

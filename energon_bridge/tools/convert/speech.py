@@ -181,7 +181,9 @@ class SpeechSource(TableSource):
     def _row(self, entry: Mapping[str, Any], where: str) -> Row:
         with located(where):
             sound = self._sound(entry)
-            values = {name: value for name, value in entry.items() if name not in (*_TAKEN, self._file, self._text)}
+            values = {
+                name: value for name, value in entry.items() if name not in (*_TAKEN, "audio", self._file, self._text)
+            }
             if any(name in entry for name in CONVERSATIONS) or find_pair(entry) is not None:
                 return Row(
                     where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]}

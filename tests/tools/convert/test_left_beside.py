@@ -111,6 +111,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "What?", "answer": "x", "pixels": [[[1, 2, 3]] * 4] * 4},
         "`pixels` seems to be an image in numbers",
     ),
+    "which image a turn is about": (turn(image_index=1), "has image_index=1, and all images would be shown"),
     "a sound in a text": (
         {"messages": [{"role": "user", "content": "<audio>a.wav</audio> What?"}, ANSWER]},
         "write '<audio>' there, and its path in `audios`",
@@ -144,6 +145,7 @@ KEPT: dict[str, dict[str, Any]] = {
     ),
     "no choices": talk(choice_list="NA"),
     "that questions are not learned": talk(mask="User"),
+    "the first image": turn(image_index=0, image_indices=[]),
     "numbers of turns": talk(loss=[0.5, 1.5], ids=[0, 1]),
     "no image": turn(images=[], image=None, attachments="none"),
 }

@@ -371,6 +371,15 @@ def test_lists_of_speech_are_known_by_their_columns(tmp_path: Path, file: str, t
         assert np.array_equal(sound_in(talk)[0], expected)
 
 
+def test_a_sound_that_is_named_twice_is_one(tmp_path: Path) -> None:
+    """The rows of FLEURS."""
+    found = list(utterances(tmp_path, 1, 2))
+    rows = [{"path": path, "audio": path, "transcription": words} for path, words, _ in found]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    convert(tmp_path / "list.jsonl", tmp_path / "out", "--split-ratio", "1,0,0")
+    assert [said(one)[1] for one in delivered(tmp_path / "out")] == [words for _, words, _ in found]
+
+
 def test_texts_about_sounds_are_no_speech(tmp_path: Path) -> None:
     """As of AudioCaps, and of a folder whose `text` may say what is heard."""
     found = list(utterances(tmp_path, 1, 3))
