@@ -406,10 +406,21 @@ FIXED = [
 """Killed: a language rank, two encoder ranks, a process that has both."""
 
 
-@pytest.mark.parametrize("seed", [None, *range(3)] if LONG else [None])
-def test_two_grids_train_as_one_over_kills_and_other_sizes(data: Path, tmp_path: Path, seed: int | None) -> None:
+TOGETHER = [
+    Leg(language=2, vision=4, together=4, until=10, victim=2),
+    Leg(language=4, vision=2, together=8, until=19, victim=5),
+    Leg(language=2, vision=4, together=8, until=30, victim=1),
+    Leg(language=4, vision=4, together=4, until=39, victim=0),
+    Leg(language=4, vision=2, together=4, until=STEPS),
+]
+"""On four and eight processes that have both models."""
+CHAINS = {"fixed": FIXED, "together": TOGETHER} | {f"seed {seed}": [*drawn(random.Random(seed))] for seed in range(3)}
+
+
+@pytest.mark.parametrize("chain", CHAINS if LONG else ["fixed"])
+def test_two_grids_train_as_one_over_kills_and_other_sizes(data: Path, tmp_path: Path, chain: str) -> None:
     steps: set[int] = set()
-    for leg in FIXED if seed is None else drawn(random.Random(seed)):
+    for leg in CHAINS[chain]:
         run(leg, data, tmp_path)
         made = assert_steps_of_one_grid(data, tmp_path)
         assert max(made) == leg.until - 1, leg
