@@ -14,13 +14,16 @@ and CorruptShardError is raised.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
+from operator import concat
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from energon_bridge.core.errors import CorruptShardError
+from energon_bridge.core.samples import SourceInfo
 from energon_bridge.core.storage import ByteRange
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,6 +142,18 @@ def parse_samples(
     has other parts than the first, or in another order.
     """
     return None if _tar is None else _tar.split_all(blocks, np.ascontiguousarray(ranges), parts)
+
+
+def sources_of(
+    path: str, indices: list[int], shards: list[str], keys: list[str], parts: Iterable[str]
+) -> list[tuple[SourceInfo]]:
+    """Return the sources of samples that have the same parts: of each its only one, as a tuple."""
+    ends = tuple([f".{part}" for part in parts])
+    if compiled := _tar:
+        return compiled.sources(SourceInfo, path, indices, shards, keys, ends)
+    files = zip(*(map(concat, keys, repeat(end)) for end in ends), strict=True)
+    values = zip(repeat(path), indices, shards, files, strict=False)
+    return list(zip(map(tuple.__new__, repeat(SourceInfo), values)))
 
 
 def _members(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from operator import concat
 from typing import Any, NamedTuple
 
 from energon_bridge.core.encoder.collate import records_of
@@ -27,7 +26,7 @@ from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.dataset_config import fields_of
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.media import kind_by_name
-from energon_bridge.core.format.tar import parse_sample, parse_samples
+from energon_bridge.core.format.tar import parse_sample, parse_samples, sources_of
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import ChatMLSample, CrudeSample, SourceInfo
@@ -51,8 +50,8 @@ class RawDraws(NamedTuple):
     """The stored samples of some draws: bytes, index and number of the shard of each, and its restore key."""
 
     raws: Any
-    indices: Sequence[int]
-    shards: Sequence[int]
+    indices: list[int]
+    shards: list[int]
     restore_keys: Sequence[SampleKey]
 
 
@@ -149,15 +148,13 @@ class Parser:
         """Return the meta fields of the samples of some draws, which have the same parts."""
         names = self._dataset.shard_names
         shards = list(map(names.__getitem__, drawn.shards))
-        files = zip(*(map(concat, keys, repeat(f".{part}")) for part in parts), strict=True)
-        path = repeat(self._dataset.source_path or self._dataset.path)
-        sources = map(tuple.__new__, repeat(SourceInfo), zip(path, drawn.indices, shards, files, strict=False))
+        path = self._dataset.source_path or self._dataset.path
         return {
             "__key__": keys,
             "__shard__": shards,
             "__restore_key__": list(drawn.restore_keys),
             "__subflavors__": list(map(dict.copy, repeat(self._dataset.subflavors, len(keys)))),
-            "__sources__": list(zip(sources)),
+            "__sources__": sources_of(path, drawn.indices, shards, keys, parts),
         }
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:

@@ -16,8 +16,9 @@ from tar_builder import GNU, PAX, USTAR, tar_bytes, write_tar
 
 from energon_bridge.core.errors import CorruptShardError
 from energon_bridge.core.format import tar as parsing
-from energon_bridge.core.format.tar import parse_sample, split_member_name
+from energon_bridge.core.format.tar import parse_sample, sources_of, split_member_name
 from energon_bridge.core.format.tar_index import ShardScan, scan_tar
+from energon_bridge.core.samples import SourceInfo
 from energon_bridge.core.storage import open_store
 
 # The naming rule of the format, as the reference gives it.
@@ -118,6 +119,17 @@ def test_parts_are_views_in_the_order_of_the_tar(tar_format: int, size: int):
     }
     assert list(parts) == ["seg.png", "json", ""]
     assert all(isinstance(view, memoryview) and view.obj is data for view in parts.values())
+
+
+def test_sources_are_those_that_the_type_makes():
+    found = sources_of("data/x", [3, 70_000], ["a.tar", "b.tar"], ["k", "f/\u00e9"], ["jpg", "seg.png"])
+    assert found == [
+        (SourceInfo("data/x", 3, "a.tar", ("k.jpg", "k.seg.png")),),
+        (SourceInfo("data/x", 70_000, "b.tar", ("f/\u00e9.jpg", "f/\u00e9.seg.png")),),
+    ]
+    assert {type(one) for (one,) in found} == {SourceInfo}
+    with pytest.raises(TypeError):
+        sources_of("data/x", [3], ["a.tar"], [b"k"], ["jpg"])  # type: ignore[list-item]
 
 
 def test_pax_records_in_front_of_nothing_are_refused():
