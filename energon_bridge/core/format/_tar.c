@@ -185,29 +185,27 @@ static PyObject *split_all(PyObject *module, PyObject *const *args, Py_ssize_t n
     return result;
 }
 
-/* Return (record(path, index, shard, (key.part, ...)),): the only source of a sample. NULL with an error set. */
-static PyObject *source(PyTypeObject *kind, PyObject *path, PyObject *index, PyObject *shard, PyObject *key, PyObject *ends) {
+/* Return (record(path, index, shard, (key.part, ...)),): the only source of a sample. NULL with an error set.
+   The record is made by the function of tuples, since tuples of newer Pythons have fields of their own to set up. */
+static PyObject *source(newfunc make, PyTypeObject *kind, PyObject *path, PyObject *index, PyObject *shard, PyObject *key, PyObject *ends) {
     Py_ssize_t parts = PyTuple_Size(ends);
-    PyObject *one = PyTuple_New(1), *record = PyType_GenericAlloc(kind, 4), *files = PyTuple_New(parts);
-    if (!one || !record || !files) {
-        Py_XDECREF(one);
-        Py_XDECREF(record);
-        Py_XDECREF(files);
-        return NULL;
-    }
-    PyTuple_SetItem(one, 0, record);
-    PyTuple_SetItem(record, 0, Py_NewRef(path));
-    PyTuple_SetItem(record, 1, Py_NewRef(index));
-    PyTuple_SetItem(record, 2, Py_NewRef(shard));
-    PyTuple_SetItem(record, 3, files);
-    for (Py_ssize_t i = 0; i < parts; i++) {
+    PyObject *files = PyTuple_New(parts), *record = NULL;
+    for (Py_ssize_t i = 0; files && i < parts; i++) {
         PyObject *name = PyUnicode_Concat(key, PyTuple_GetItem(ends, i));
-        if (!name) {
-            Py_DECREF(one);
-            return NULL;
-        }
-        PyTuple_SetItem(files, i, name);
+        if (name)
+            PyTuple_SetItem(files, i, name);
+        else
+            Py_CLEAR(files);
     }
+    PyObject *fields = files ? PyTuple_Pack(4, path, index, shard, files) : NULL;
+    PyObject *args = fields ? PyTuple_Pack(1, fields) : NULL;
+    if (args)
+        record = make(kind, args, NULL);
+    PyObject *one = record ? PyTuple_Pack(1, record) : NULL;
+    Py_XDECREF(files);
+    Py_XDECREF(fields);
+    Py_XDECREF(args);
+    Py_XDECREF(record);
     return one;
 }
 
@@ -217,10 +215,11 @@ static PyObject *sources(PyObject *module, PyObject *const *args, Py_ssize_t nar
     Py_ssize_t count = PyList_Size(args[4]);
     if (count < 0 || PyList_Size(args[2]) != count || PyList_Size(args[3]) != count || !PyTuple_Check(args[5]))
         return PyErr_Format(PyExc_TypeError, "expected lists of one length, and a tuple of ends of names");
+    newfunc make = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
     PyObject *found = PyList_New(count);
     for (Py_ssize_t i = 0; found && i < count; i++) {
         PyObject *index = PyList_GetItem(args[2], i), *shard = PyList_GetItem(args[3], i);
-        PyObject *one = source((PyTypeObject *)args[0], args[1], index, shard, PyList_GetItem(args[4], i), args[5]);
+        PyObject *one = source(make, (PyTypeObject *)args[0], args[1], index, shard, PyList_GetItem(args[4], i), args[5]);
         if (one)
             PyList_SetItem(found, i, one);
         else
