@@ -185,49 +185,6 @@ static PyObject *split_all(PyObject *module, PyObject *const *args, Py_ssize_t n
     return result;
 }
 
-/* Return (record(path, index, shard, (key.part, ...)),): the only source of a sample. NULL with an error set.
-   The record is made by the function of tuples, since tuples of newer Pythons have fields of their own to set up. */
-static PyObject *source(newfunc make, PyTypeObject *kind, PyObject *path, PyObject *index, PyObject *shard, PyObject *key, PyObject *ends) {
-    Py_ssize_t parts = PyTuple_Size(ends);
-    PyObject *files = PyTuple_New(parts), *record = NULL;
-    for (Py_ssize_t i = 0; files && i < parts; i++) {
-        PyObject *name = PyUnicode_Concat(key, PyTuple_GetItem(ends, i));
-        if (name)
-            PyTuple_SetItem(files, i, name);
-        else
-            Py_CLEAR(files);
-    }
-    PyObject *fields = files ? PyTuple_Pack(4, path, index, shard, files) : NULL;
-    PyObject *args = fields ? PyTuple_Pack(1, fields) : NULL;
-    if (args)
-        record = make(kind, args, NULL);
-    PyObject *one = record ? PyTuple_Pack(1, record) : NULL;
-    Py_XDECREF(files);
-    Py_XDECREF(fields);
-    Py_XDECREF(args);
-    Py_XDECREF(record);
-    return one;
-}
-
-static PyObject *sources(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 6 || !PyType_Check(args[0]) || !PyType_IsSubtype((PyTypeObject *)args[0], &PyTuple_Type))
-        return PyErr_Format(PyExc_TypeError, "expected a type of tuples, path, indices, shards, keys and ends of names");
-    Py_ssize_t count = PyList_Size(args[4]);
-    if (count < 0 || PyList_Size(args[2]) != count || PyList_Size(args[3]) != count || !PyTuple_Check(args[5]))
-        return PyErr_Format(PyExc_TypeError, "expected lists of one length, and a tuple of ends of names");
-    newfunc make = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
-    PyObject *found = PyList_New(count);
-    for (Py_ssize_t i = 0; found && i < count; i++) {
-        PyObject *index = PyList_GetItem(args[2], i), *shard = PyList_GetItem(args[3], i);
-        PyObject *one = source(make, (PyTypeObject *)args[0], args[1], index, shard, PyList_GetItem(args[4], i), args[5]);
-        if (one)
-            PyList_SetItem(found, i, one);
-        else
-            Py_CLEAR(found);
-    }
-    return found;
-}
-
 /* CRC-32 of zlib, sixteen bytes at a time by carry-less multiplication: V. Gopal and others, "Fast CRC computation for
    generic polynomials using PCLMULQDQ instruction", Intel, 2009. Its constants are powers of x modulo the polynomial. */
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -332,7 +289,6 @@ static PyMethodDef METHODS[] = {
     {"split", (PyCFunction)(void (*)(void))split, METH_FASTCALL, "Return key and parts, or None where it is not plain."},
     {"split_all", (PyCFunction)(void (*)(void))split_all, METH_FASTCALL,
      "Return the keys and each part of samples, or None where one is not plain or has other parts than the first."},
-    {"sources", (PyCFunction)(void (*)(void))sources, METH_FASTCALL, "Return the sources of samples, each a tuple of one."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,16 +1,11 @@
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-T = TypeVar("T")
 
 def split(data: memoryview, parts: Collection[str] | None, /) -> tuple[str, dict[str, memoryview]] | None: ...
 def split_all(
     blocks: list[Any], ranges: NDArray[np.int64], parts: Collection[str] | None, /
 ) -> tuple[list[str], dict[str, list[bytes]]] | None: ...
-def sources(
-    kind: type[T], path: str, indices: list[int], shards: list[str], keys: list[str], ends: tuple[str, ...], /
-) -> list[tuple[T]]: ...
 def crc32s(pieces: list[bytes | bytearray | memoryview], /) -> bytes | None: ...

@@ -148,10 +148,7 @@ def sources_of(
     path: str, indices: list[int], shards: list[str], keys: list[str], parts: Iterable[str]
 ) -> list[tuple[SourceInfo]]:
     """Return the sources of samples that have the same parts: of each its only one, as a tuple."""
-    ends = tuple([f".{part}" for part in parts])
-    if compiled := _tar:
-        return compiled.sources(SourceInfo, path, indices, shards, keys, ends)
-    files = zip(*(map(concat, keys, repeat(end)) for end in ends), strict=True)
+    files = zip(*(map(concat, keys, repeat(f".{part}")) for part in parts), strict=True)
     values = zip(repeat(path), indices, shards, files, strict=False)
     return list(zip(map(tuple.__new__, repeat(SourceInfo), values)))
 
