@@ -139,19 +139,32 @@ def test_native_pixels_are_those_of_the_processor_in_each_type(name: str) -> Non
             if dtype == "uint8" and re.search("padded with zeros|bytes cannot be", str(error)):
                 continue
             raise
+        compared = 0
         for number in range(12 if LONG else 3):
             sample, _ = conversation(number, kinds, processor)
-            wanted, made = called_itself.encode(sample).visual, typed.encode(sample).visual
+            try:
+                wanted = called_itself.encode(sample).visual
+            except SampleError:  # PerceptionLM's does not stack images of unlike numbers of tiles
+                with pytest.raises(SampleError):
+                    typed.encode(sample)
+                continue
+            compared += 1
+            made = typed.encode(sample).visual
             if dtype == "uint8":
                 norm = {"pixel_norm": typed.family.path.byte_norm}
                 made = normalise_on_device({"visual_inputs": made, **norm})["visual_inputs"] if made else made
             assert made.keys() == wanted.keys()
             for key, value in made.items():
                 if dtype == "uint8" and value.is_floating_point():
-                    assert torch.allclose(value, wanted[key], atol=1e-5), key
+                    theirs = wanted[key]
+                    least = (
+                        1e-5 if theirs.dtype == torch.float32 else torch.finfo(theirs.dtype).eps
+                    )  # Llama 4: bfloat16
+                    assert torch.allclose(value, theirs.float(), atol=least, rtol=least), key
                 else:
                     assert torch.equal(value, wanted[key].to(value.dtype)), key
                     assert dtype != "bfloat16" or value.dtype != torch.float32 or value.ndim < 2
+        assert compared
 
 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
