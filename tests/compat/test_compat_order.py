@@ -196,10 +196,11 @@ class Pairs(DefaultTaskEncoder):
 def test_states_with_packs_stay_with_their_kind_of_program(packed: bool, path: Path) -> None:
     """Packs of lanes that have not begun are others; without packs, and from before this was recorded, all fit."""
 
-    def loader(of: Any) -> Any:
+    def loader(of: Any, **arguments: Any) -> Any:
         packing = {"packing_buffer_size": 8, "task_encoder": Pairs()} if packed else {}
         run = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=2)
-        return of.get_savable_loader(of.get_train_dataset(path, batch_size=1, worker_config=run, **packing))
+        dataset = of.get_train_dataset(path, batch_size=1, worker_config=run, **packing)
+        return of.get_savable_loader(dataset, **arguments)
 
     def keys(batches: Any) -> list[Any]:
         return [batch["keys"] if packed else batch.__key__ for batch in batches]
@@ -212,8 +213,9 @@ def test_states_with_packs_stay_with_their_kind_of_program(packed: bool, path: P
         resumed.restore_state_rank(state)
         assert keys(islice(resumed, 9)) == whole[3:]
         if packed:
-            with pytest.raises(SettingMismatchError, match="this one packs its first samples differently"):
+            with pytest.raises(SettingMismatchError, match="packs its first samples differently.*start_at=STEP"):
                 crossing.restore_state_rank(state)
+            assert len(keys(islice(loader(other, start_at=3), 3))) == 3
             assert state["settings"].pop("first_packs")
             loader(own).restore_state_rank(sign(state))
         else:

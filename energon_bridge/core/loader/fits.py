@@ -172,7 +172,8 @@ def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
         saved_by = "megatron.energon (by energon_bridge.compat)" if then == "full" else "energon_bridge"
         return SettingMismatchError(
             f"the state was saved by a program that imports {saved_by}, and this one packs its first samples "
-            "differently. Resume it with that import, or start a new run"
+            "differently. Resume it with that import, or start about where it was: "
+            "get_savable_loader(..., start_at=STEP) repeats some samples"
         )
     if name == "pack_limits":
         return SettingMismatchError(
