@@ -213,7 +213,7 @@ def test_states_with_packs_stay_with_their_kind_of_program(packed: bool, path: P
         resumed.restore_state_rank(state)
         assert keys(islice(resumed, 9)) == whole[3:]
         if packed:
-            with pytest.raises(SettingMismatchError, match="packs its first samples differently.*start_at=STEP"):
+            with pytest.raises(SettingMismatchError, match=r"packs its first samples differently.*start_at=STEP"):
                 crossing.restore_state_rank(state)
             assert len(keys(islice(loader(other, start_at=3), 3))) == 3
             assert state["settings"].pop("first_packs")

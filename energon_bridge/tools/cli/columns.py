@@ -143,14 +143,16 @@ def add(
     if one_task is not None:
         done = count_of(added.num_samples, "sample")
         click.echo(f"Task {one_task}: {done} done. After all tasks, run this with --finish.")
-        return
-    again = added.num_samples - added.num_computed
-    before = f", {again:,} of them known before" if again else ""
-    click.echo(f"Added {listed(added.names)} of {count_of(added.num_samples, 'sample')}{before}.")
-    if hashed:
-        click.echo(COMPARED)
+    else:
+        again = added.num_samples - added.num_computed
+        before = f", {again:,} of them known before" if again else ""
+        click.echo(f"Added {listed(added.names)} of {count_of(added.num_samples, 'sample')}{before}.")
+        if hashed:
+            click.echo(COMPARED)
     if added.num_missing:
-        click.echo(f"{count_of(added.num_missing, 'sample')} failed and got {missing}.")
+        click.echo(
+            f"{count_of(added.num_missing, 'sample')} failed and got {missing}. The first: {added.first_missing}"
+        )
 
 
 @command.command("list")

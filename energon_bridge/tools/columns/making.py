@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from energon_bridge.core.format.tar import parse_sample
 from energon_bridge.core.prepare.staging import Staging, forget
 from energon_bridge.core.storage import Store, open_store
 from energon_bridge.core.stores.file_store import follow_links
+from energon_bridge.core.stream.policy import ALWAYS_FATAL
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.conversations.parts import medium_by_name
 from energon_bridge.models.conversations.turns import read_turns, system_prompt
@@ -68,14 +69,22 @@ _MANY_SHARDS = 64
 """From this many shards on, each is kept until the column is complete."""
 
 
+_Rows: TypeAlias = tuple[dict[str, np.ndarray], int, str]
+"""Values of a shard by column, the samples that failed, and why the first did."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """The columns written, the samples they cover, and how many were computed or got the value for missing ones."""
+    """The columns written, the samples they cover, and how many were computed or got the value for missing ones.
+
+    `first_missing` names the first of those and says why, if any.
+    """
 
     names: tuple[str, ...]
     num_samples: int
     num_computed: int
     num_missing: int
+    first_missing: str
 
 
 def add_column(
@@ -104,13 +113,15 @@ def add_column(
             the name of the function.
         raw: Give the function a dict of the sample's parts as bytes, and `__key__`, instead of a decoded sample.
         missing: Value for samples that cannot be decoded or for which the function raises; None: the first one raises.
+            Errors that no data causes, such as NameError, raise in any case, and so does a function that always fails.
         decoder: A `SampleDecoder`; default: images as uint8 RGB arrays.
         task: Compute the shards of this task alone and write no column; tasks may run at once, and again.
         finish: Compute nothing: write the column of what all tasks computed.
         progress: Called with shards done and all shards.
 
     Raises:
-        SampleError: The function or a decoder failed, and `missing` is None; the message names shard and key.
+        SampleError: The function or a decoder failed, and `missing` is None or all failed; the message names shard and
+            key.
         ConfigurationError: The function returns something other than numbers or texts; with `finish`, a shard that no
             task has done.
         DatasetError: The dataset cannot be read; each reason has its own subclass.
@@ -129,16 +140,17 @@ def add_column(
         new = [number for number, shard in enumerate(shards) if shard not in old]
         compute = partial(_rows, dataset, rows_of, folder if finish or len(new) >= _MANY_SHARDS else None, finish)
         rows: dict[str, dict[int, np.ndarray]] = {}
-        failed = 0
+        failed, why = 0, ""
         left: list[str] = []
         with closing(map_shards(compute, new, num_workers=num_workers)) as computed:
             for number, shard in enumerate(shards):
-                values_of = (old[shard], 0) if shard in old else next(computed)
+                values_of = (old[shard], 0, "") if shard in old else next(computed)
                 if values_of is None:
                     left.append(shard[0])
                     continue
-                columns, bad = values_of
+                columns, bad, reason = values_of
                 failed += bad
+                why = why or reason
                 for column, values in columns.items():
                     rows.setdefault(column, {})[number] = values
                 progress(number + 1, len(shards))
@@ -147,6 +159,10 @@ def add_column(
                 f"{dataset.store.root}: {len(left)} of {len(shards)} shards were not computed by any task, or changed "
                 f"since; the first is {left[0]}. Run their tasks again, or run this without --finish."
             )
+        if failed and failed == sum(count for _, count, _ in shards):
+            raise SampleError(f"no sample of {dataset.store.root} has a value; the first: {why}. Fix that.")
+        if not rows:
+            raise ConfigurationError(f"{dataset.store.root}: {made_of} returned no column for any sample.")
         for column, by_shard in rows.items():
             if len(by_shard) < len(shards) and missing is None:
                 raise ConfigurationError(
@@ -155,7 +171,7 @@ def add_column(
             pieces = [
                 by_shard[n] if n in by_shard else np.full(count, missing) for n, (_, count, _) in enumerate(shards)
             ]
-            numbers, texts = _numbers(column, pieces)
+            numbers, texts = _numbers(column, pieces, missing)
             file = io.BytesIO()
             np.save(file, numbers, allow_pickle=False)
             staging.add(column_path(column), file.getvalue())
@@ -163,7 +179,13 @@ def add_column(
         staging.add(COLUMNS_INDEX, encode_columns(there))
         staging.commit()
     computed_samples = sum(shards[number][1] for number in new)
-    return Added(names=tuple(rows), num_samples=dataset.num_samples, num_computed=computed_samples, num_missing=failed)
+    return Added(
+        names=tuple(rows),
+        num_samples=dataset.num_samples,
+        num_computed=computed_samples,
+        num_missing=failed,
+        first_missing=why,
+    )
 
 
 class _UnfinishedError(ConfigurationError):
@@ -193,28 +215,32 @@ def _column_task(
     dataset: PreparedDataset,
     name: str | None,
     made_of: str,
-    compute: Callable[[int], tuple[dict[str, np.ndarray], int] | None],
+    compute: Callable[[int], _Rows | None],
     task: Task,
     num_workers: Workers,
 ) -> Added:
     """Compute the values of the shards of one task that the column does not cover yet, and keep them for `finish`."""
     old = _kept_rows(dataset, read_columns(dataset.store), name, made_of)
     mine = [number for number in task.of(range(len(dataset.shard_names))) if _shard(dataset, number) not in old]
-    failed = 0
     with closing(map_shards(compute, mine, num_workers=num_workers)) as computed:
-        for rows in computed:
-            failed += 0 if rows is None else rows[1]
+        done = [rows[1:] for rows in computed if rows is not None]
     count = sum(_shard(dataset, number)[1] for number in mine)
-    return Added(names=() if name is None else (name,), num_samples=count, num_computed=count, num_missing=failed)
+    return Added(
+        names=() if name is None else (name,),
+        num_samples=count,
+        num_computed=count,
+        num_missing=sum(failed for failed, _ in done),
+        first_missing=next((why for _, why in done if why), ""),
+    )
 
 
 def _rows(
     dataset: PreparedDataset,
-    compute: Callable[[int], tuple[dict[str, np.ndarray], int]],
+    compute: Callable[[int], _Rows],
     folder: str | None,
     find_only: bool,
     shard: int,
-) -> tuple[dict[str, np.ndarray], int] | None:
+) -> _Rows | None:
     """Return the columns of a shard that an earlier run kept in `folder`, or compute them; None with `find_only`."""
     if folder is None:
         return compute(shard)
@@ -225,16 +251,18 @@ def _rows(
             kept = np.load(io.BytesIO(dataset.store.read(path)), allow_pickle=False)
             with kept:
                 if kept["of"][:2].tolist() == [count, size]:
-                    columns = {column.removeprefix("column "): kept[column] for column in kept if column != "of"}
-                    return columns, int(kept["of"][2])
+                    columns = {
+                        column.removeprefix("column "): kept[column] for column in kept if column not in ("of", "why")
+                    }
+                    return columns, int(kept["of"][2]), str(kept["why"])
     if find_only:
         return None
-    columns, failed = compute(shard)
+    columns, failed, why = compute(shard)
     file = io.BytesIO()
     arrays: dict[str, Any] = {f"column {column}": values for column, values in columns.items()}
-    np.savez(file, of=np.array([count, size, failed]), **arrays)
+    np.savez(file, of=np.array([count, size, failed]), why=np.array(why), **arrays)
     dataset.store.write(path, file.getvalue())
-    return columns, failed
+    return columns, failed, why
 
 
 def remove_column(path: str | os.PathLike[str], name: str) -> None:
@@ -426,14 +454,15 @@ def _rows_of_shard(
     missing: float | str | None,
     decoder: Any,
     shard: int,
-) -> tuple[dict[str, np.ndarray], int]:
-    """Return the columns of one shard, and how many of its samples failed."""
+) -> _Rows:
+    """Return the columns of one shard, how many of its samples failed, and why the first did."""
     decode = None
     if not raw:
         from energon_bridge.core.encoder.decoder import SampleDecoder
 
         decode = decoder or SampleDecoder(image_decode="rgb8")
     rows: list[dict[str, Any] | None] = []
+    why = ""
     follow = follow_links(dataset.path)
     for index, data in read_samples(dataset, shard):
         where = f"{dataset.store.url(dataset.shard_names[shard])}, sample {index}"
@@ -448,13 +477,14 @@ def _rows_of_shard(
             value = function(sample)
             rows.append(dict(value) if isinstance(value, Mapping) else {name or "": value})
         except Exception as error:
+            reason = f"{where}: no value for the column: {type(error).__name__}: {error}"
+            if isinstance(error, ALWAYS_FATAL):
+                raise SampleError(f"{reason}. Fix it: no data causes this.") from error
             if missing is None:
                 typed = not raw and isinstance(error, AttributeError | KeyError | TypeError)
                 also = ", or take its parts as they are stored, with all fields of a JSON (--raw)" if typed else ""
-                raise SampleError(
-                    f"{where}: no value for the column: {type(error).__name__}: {error}. Fix it, or give a value for "
-                    f"such samples (--missing){also}."
-                ) from error
+                raise SampleError(f"{reason}. Fix it, or give a value for such samples (--missing){also}.") from error
+            why = why or reason
             rows.append(None)
     names = list(dict.fromkeys(column for row in rows if row is not None for column in row))
     columns = {}
@@ -462,11 +492,12 @@ def _rows_of_shard(
         if not column:
             raise ConfigurationError("the function returns single values: give the column a name.")
         column_path(column)  # refuses other names
-        columns[column] = _array([missing if row is None else row.get(column, missing) for row in rows], column)
-    return columns, sum(row is None for row in rows)
+        values = [missing if row is None else row.get(column, missing) for row in rows]
+        columns[column] = _array(values, column, missing)
+    return columns, sum(row is None for row in rows), why
 
 
-def _array(values: list[Any], column: str) -> np.ndarray:
+def _array(values: list[Any], column: str, missing: float | str | None) -> np.ndarray:
     """Return values as int64, float64, bool or texts; raises ConfigurationError for anything else."""
     plain = [value.item() if hasattr(value, "item") else value for value in values]
     kinds = {type(value) for value in plain}
@@ -476,14 +507,27 @@ def _array(values: list[Any], column: str) -> np.ndarray:
     if kinds == {str}:
         return np.array(plain)
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    raise ConfigurationError(f"column {column!r}: expected numbers or texts, got values of the types {names}.")
+    raise ConfigurationError(
+        f"column {column!r}: expected numbers or texts, got values of the types {names}.{_one_missing(missing)}"
+    )
 
 
-def _numbers(column: str, pieces: list[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...] | None]:
+def _one_missing(missing: float | str | None) -> str:
+    """Return what to do if the value for missing samples may be of another type than the others of a column."""
+    if missing is None:
+        return ""
+    return f" Samples without a value got {missing!r} (--missing): add columns of other types each by itself."
+
+
+def _numbers(
+    column: str, pieces: list[np.ndarray], missing: float | str | None
+) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return the numbers to store, and the texts that they stand for."""
     kinds: set[Literal["text", "number"]] = {"text" if piece.dtype.kind == "U" else "number" for piece in pieces}
     if len(kinds) > 1:
-        raise ConfigurationError(f"column {column!r}: text in some shards, numbers in others. Return one type.")
+        raise ConfigurationError(
+            f"column {column!r}: text in some shards, numbers in others. Return one type.{_one_missing(missing)}"
+        )
     whole = np.concatenate(pieces)
     if kinds == {"number"}:
         return whole, None

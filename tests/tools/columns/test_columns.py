@@ -27,6 +27,7 @@ from energon_bridge.core.errors import (
     SampleError,
 )
 from energon_bridge.core.format.dataset import open_dataset
+from energon_bridge.core.format.parallel import Task
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.storage import open_store
@@ -114,7 +115,41 @@ def test_samples_that_fail_are_named_or_get_a_value(tmp_path: Path) -> None:
     assert not (root / ".nv-meta/columns").exists()
     added = add_column(root, "n", refuses_seven, missing=-1)
     assert added.num_missing == 1
+    assert "shard_001.tar, key '00007': no value for the column: ValueError: seven" in added.first_missing
     assert column(root, "n").tolist() == [0, 1, 2, 3, 4, 5, 6, -1, 8, 9]
+
+
+@pytest.mark.parametrize("name", ["n", None])
+@pytest.mark.parametrize("tasks", [False, True])
+def test_a_function_that_always_fails_is_no_missing_value(name: str | None, tasks: bool, tmp_path: Path) -> None:
+    """Nor is a name that does not exist, even in one sample."""
+    root = text_dataset(tmp_path, train=[6, 4])
+    if tasks:
+        for number_of_task in range(2):
+            task = Task(number_of_task, 2)
+            done = add_column(root, name, lambda sample: sample.price, made_of="price", missing=0, task=task)
+            assert done.num_missing == done.num_samples
+            assert "has no attribute 'price'" in done.first_missing
+    with pytest.raises(SampleError, match=r"no sample of .*; the first: .*shard_000\.tar, key '00000'.*'price'"):
+        add_column(root, name, lambda sample: sample.price, made_of="price", missing=0, finish=tasks)
+    with pytest.raises(SampleError, match=r"key '00007'.*NameError: name 'jsn' is not defined\. Fix it"):
+        add_column(root, "n", lambda sample: jsn.loads("0") if number(sample) == 7 else 1, missing=0)  # type: ignore[name-defined]  # noqa: F821
+    with pytest.raises(ConfigurationError, match="returned no column for any sample"):
+        add_column(root, None, lambda sample: {}, made_of="nothing", missing=0)
+    assert not read_columns(open_store(root))
+
+
+def test_one_missing_value_does_not_fit_texts_and_numbers(tmp_path: Path) -> None:
+    root = text_dataset(tmp_path, train=[6, 4])
+    for missing in (0, "unknown"):
+        with pytest.raises(
+            ConfigurationError, match=rf"got {missing!r} \(--missing\): add columns of other types each"
+        ):
+            add_column(root, None, word_and_width, made_of="both", missing=missing)
+
+
+def word_and_width(sample: Any) -> dict[str, Any]:
+    return {"word": language(sample), "width": refuses_seven(sample)}
 
 
 def width_of_long_texts(sample: Any) -> dict[str, int]:
