@@ -305,6 +305,13 @@ class Position(ABC):
             self._said = difference
             level = logging.INFO if self.plan.config.dp_rank else logging.WARNING  # of all ranks: said once
             logger.log(level, "the mix has changed; the run continues with the new one:\n  %s", "\n  ".join(difference))
+            if saved.sharers > 1:
+                logger.log(
+                    level,
+                    "its lanes share packing buffers, and stand at different packs of them, which the change makes "
+                    "others: some samples repeat and others are missed. A run with fewer lanes or a smaller "
+                    "packing_buffer_size shares none",
+                )
             if changes:
                 logger.log(level, "earlier changes by set_weights do not apply to the new mix and are dropped")
         changes = () if difference else changes

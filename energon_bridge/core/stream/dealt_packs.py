@@ -223,9 +223,9 @@ class SharedBuffers:
         if buffers and not self._warned:
             self._warned = True
             logger.warning(
-                "lanes that share a packing buffer come to different packs: select_samples_to_pack chooses "
-                "differently from when the state was saved, so some samples repeat and others are missed. Resume with "
-                "the encoder that saved it, or start a new run"
+                "lanes that share a packing buffer come to different packs: since the state was saved, the mix has "
+                "changed (on_mismatch='adapt'), or select_samples_to_pack chooses differently. So some samples repeat "
+                "and others are missed. Resume with the mix and the encoder that saved it, or start a new run"
             )
         sharing = [other for other in self._seen if other % self._streams == stream]
         turns = {other // self._streams for other in sharing}

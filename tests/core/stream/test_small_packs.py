@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -166,6 +166,28 @@ def test_other_packs_at_a_resume_are_told(shared: bool, folder: Path, caplog: py
         with caplog.at_level(logging.WARNING):
             assert len([*islice(resumed, 60)]) == 60
         assert ("lanes that share a packing buffer come to different packs" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_another_mix_at_a_resume_is_told(shared: bool, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It makes other packs of a buffer that lanes share, wherever they stand; buffers of their own go on exactly."""
+
+    def loader_of(*others: tuple[Path, float]) -> Any:
+        run = config_of(1, 0, num_lanes=4)
+        mix = [(folder / ("100" if shared else "2000"), 1.0), *others]
+        spec = get_train_dataset(mix, task_encoder=Packs(), packing_buffer_size=16, batch_size=1, worker_config=run)
+        return get_savable_loader(spec, on_mismatch="adapt")
+
+    before = loader_of()
+    deque(islice(before, 14), maxlen=0)
+    for resumed, is_told in ((loader_of(), False), (loader_of((folder / "500", 1.0)), shared)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            resumed.restore_state_rank(before.save_state_rank())
+        assert ("its lanes share packing buffers" in caplog.text) is is_told
+        with caplog.at_level(logging.WARNING):
+            assert len([*islice(resumed, 60)]) == 60
+        assert ("the mix has changed (on_mismatch='adapt'), or select_samples" in caplog.text) is is_told
 
 
 def test_a_step_of_packs_is_no_number_of_samples(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
