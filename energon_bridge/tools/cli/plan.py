@@ -233,12 +233,14 @@ def _of_store(run: Run, forecast: Forecast, samples_per_batch: float, step_secon
     cached = sum(leaf.bytes / max(1.0, leaf.epochs) for leaf in forecast.leaves)
     needs = {"disk_cache": cached * min(1.0, samples_per_batch * forecast.microbatches / max(1, forecast.draws))}
     steps_a_day = 86_400 / step_seconds
+    lasts_a_day = forecast.steps >= steps_a_day  # the first steps of lanes ask for more, as they read ahead
     for name, samples, indexes in (
         ("requests", asked_for.requests, asked_for.index_requests),
         ("store_bytes", asked_for.bytes, asked_for.index_bytes),
     ):
         each = samples / forecast.steps
-        needs |= {f"{name}_of_step": each, f"{name}_of_day": each * steps_a_day, f"{name}_of_run": samples + indexes}
+        needs |= {f"{name}_of_step": each, f"{name}_of_run": samples + indexes}
+        needs |= {f"{name}_of_day": each * steps_a_day} if lasts_a_day else {}
     return needs
 
 
