@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
@@ -38,6 +39,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.store import MADE
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 BLOCK = 1 << 20
@@ -93,6 +95,7 @@ class NodeCache:
         self._limit = limit
         self._written = -1
         self._refused = 0.0
+        self._told = False
         self._known: dict[str, tuple[float, Version]] = {}
         self._first: set[RemoteBlock] = set()
 
@@ -308,9 +311,17 @@ class NodeCache:
             self._write(writing, parts, os.O_EXCL)
             os.replace(writing, path)
             self._written += size
-        except OSError:  # the disk is full or read-only
+        except OSError as error:  # the disk is full or read-only
             with contextlib.suppress(OSError):
                 os.unlink(writing)
+            if not self._told:
+                self._told = True
+                _log.warning(
+                    "the node cache %s takes nothing: %s. So the same bytes are asked of the server again. Make room, "
+                    "or set ENERGON_CACHE_DIR to a folder that can be written",
+                    self.folder,
+                    error,
+                )
             self._written = -1
             self._refused = time.monotonic() + _REFUSED_SECONDS
 

@@ -24,6 +24,7 @@ from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import NoSuchPart, not_provided
 from energon_bridge.core import datasets, worker_config
 from energon_bridge.core.encoder import SampleDecoder, hooks
+from energon_bridge.core.encoder.checks import check_encoder
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.join import JoinedDataset
@@ -293,6 +294,8 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the keyword arguments of megatron-energon's builders to ours."""
     ours = dict(kwargs)
     encoder = ours.get("task_encoder")
+    if isinstance(encoder, type):  # before its hooks are looked at, or its decoder is set
+        check_encoder(encoder)
     _refuse_pipeline_hooks(encoder)
     if ours.pop("handler", None) is not None:
         logger.warning("handler= has no effect, as in megatron-energon; use WorkerConfig(global_error_handler=…)")

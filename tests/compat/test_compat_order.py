@@ -221,3 +221,12 @@ def test_states_with_packs_stay_with_their_kind_of_program(packed: bool, path: P
         else:
             crossing.restore_state_rank(state)
             assert keys(islice(crossing, 9)) == whole[3:]
+
+
+def test_a_class_in_place_of_an_encoder_is_named_and_left_alone(path: Path) -> None:
+    decoder = Numbered.decoder
+    for arguments in ({}, {"image_decode": "pil"}, {"auto_decode": False}):
+        for builder in (loading.get_train_dataset, loading.get_val_dataset):
+            with pytest.raises(ConfigurationError, match=r"is the class Numbered; .* task_encoder=Numbered\(…\)"):
+                builder(path, batch_size=1, worker_config=config(), task_encoder=Numbered, **arguments)
+    assert Numbered.decoder is decoder

@@ -16,7 +16,7 @@ from typing import Any
 from energon_bridge.core.datasets import get_train_dataset, get_val_dataset
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder, TaskEncoder
-from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError, NoCookerError
 from energon_bridge.core.format.jsonl import is_jsonl
 from energon_bridge.core.loader.bans import banned_of
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
@@ -183,12 +183,15 @@ def spec_of_state(
     encoder = _Decoding(settings) if task_encoder is None else task_encoder
     if mix is None:
         combined = _mix(kind, settings, rows)  # first: paths of joins are no folders
-        return DatasetSpec(
-            leaves=_leaves_of_state(settings, rows, **names),
-            mix=combined,
-            settings=RunSettings(kind=kind, task_encoder=encoder, **stream),
-            worker_config=config,
-        )
+        try:
+            return DatasetSpec(
+                leaves=_leaves_of_state(settings, rows, **names),
+                mix=combined,
+                settings=RunSettings(kind=kind, task_encoder=encoder, **stream),
+                worker_config=config,
+            )
+        except NoCookerError as error:
+            raise NoCookerError(f"{error}. A state does not contain subflavors of a mix: {_GIVE_MIX}") from error
     parts = {row["split_part"] for row in rows}
     names["split_part"] = split_part or (parts.pop() if len(parts) == 1 else "train")
     of_all = {"worker_config": config, "task_encoder": encoder, **stream, **names}

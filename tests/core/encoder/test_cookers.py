@@ -24,6 +24,7 @@ from energon_bridge import (
     basic_sample_keys,
     cooker,
     get_loader,
+    get_savable_loader,
     get_val_dataset,
     stateless,
 )
@@ -39,6 +40,8 @@ from energon_bridge.core.errors import (
     NoCookerError,
 )
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.loader.saved_run import read
+from energon_bridge.tools.forecast.planned_run import spec_of_state
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,21 @@ def test_a_dataset_that_no_cooker_takes_is_refused_when_it_is_opened(kind: str, 
     encoder = encoder_of(Cooker(cook, has_subflavors={"kind": "chat"}))
     with pytest.raises(NoCookerError, match=r"no cooker .* subflavors are \{\}.*cook for \{'kind': 'chat'\}"):
         train_dataset(path, task_encoder=encoder)
+
+
+def test_a_state_names_the_mix_for_subflavors_that_it_lacks(tmp_path: Path) -> None:
+    path = prepared(tmp_path / "data", {"a": {"json": b"{}"}})
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: data\n"
+        "    subflavors: {kind: chat}\n"
+    )
+    encoder = encoder_of(Cooker(cook, has_subflavors={"kind": "chat"}))
+    state = read(get_savable_loader(train_dataset(mix, task_encoder=encoder)).save_state_rank())
+    names = {"dataset_config": "dataset.yaml", "split_config": "split.yaml", "trust_remote_code": False}
+    with pytest.raises(NoCookerError, match=rf"{path}: no cooker .* give the mix .* started with \(--mix\)"):
+        spec_of_state(state, world_size=1, task_encoder=encoder, **names)
+    assert spec_of_state(state, world_size=1, task_encoder=encoder, mix=mix, **names).num_samples == 1
 
 
 def test_without_cookers_the_crude_samples_come_themselves(tmp_path: Path) -> None:
