@@ -307,7 +307,7 @@ class NodeCache:
             # Without a limit, a check is due after each 256 MiB.
             due = self._written < 0 or self._written + size > (self._limit or _CHECKED_PART << 28) // _CHECKED_PART
             if due and self.make_room(size) < size:
-                raise OSError("no room")
+                raise OSError(f"there is no room for {size:,} bytes")
             self._write(writing, parts, os.O_EXCL)
             os.replace(writing, path)
             self._written += size

@@ -160,9 +160,12 @@ def test_damaged_blocks_are_fetched_again(server: ObjectServer, cache: Path) -> 
     assert read_much(server.url, 3, 5) == 0
 
 
-def test_a_disk_that_takes_nothing(server: ObjectServer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_nothing(
+    server: ObjectServer, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.write_bytes(b"a file in the way")
     read_much(server.url, 1, 3)
+    assert caplog.text.count(f"the node cache {cache}/v2 takes nothing: [Errno 20] Not a directory") == 1
     cache.unlink()
     forget()
 
@@ -172,6 +175,7 @@ def test_a_disk_that_takes_nothing(server: ObjectServer, cache: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr("energon_bridge.cloud.node_cache.os.replace", full)
         read_much(server.url, 1, 3)
+    assert caplog.text.count(f"the node cache {cache}/v2 takes nothing: [Errno 28] No space left on device") == 1
     assert not list(cache.rglob("*.writing")) + list(cache.rglob("*.claim")) + blocks_in(cache)
 
 
