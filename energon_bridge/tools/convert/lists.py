@@ -884,6 +884,14 @@ def text_of_sounds(rows: Sequence[Row]) -> str | None:
     return _named(list(dict.fromkeys(name for row in rows for name in row.values)), names) or next(iter(beside), None)
 
 
+def asking_column(rows: Sequence[Row]) -> str | None:
+    """Return the column that most likely asks about the media of rows beside an answer, by its question marks."""
+    columns = list(dict.fromkeys(name for row in rows for name in row.values))
+    if not any(row.files for row in rows) or _named(columns, ("answer", "answers")) is None:
+        return None
+    return next((name for name in columns if _ask([row.values.get(name) for row in rows])), None)
+
+
 def _is_raw(contents: Content | tuple[Content, ...]) -> bool:
     return isinstance(contents, Blob) and contents.extension == RAW
 
