@@ -235,6 +235,19 @@ def banned_of(saved: SavedRun, bans: Sequence[Ban], leaves: Sequence[OpenLeaf]) 
     return banned
 
 
+def newly_banned(saved: SavedRun, banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf]) -> list[str]:
+    """Return what to say of datasets that were not in a saved run, and have keys that it has banned."""
+    before = {row[name] for row in saved.leaves for name in ("path", "identity")}
+    new = {leaf.dataset.path: banned[leaf.identity].samples.size for leaf in leaves if leaf.identity in banned}
+    known = {leaf.dataset.path for leaf in leaves if not before.isdisjoint((leaf.dataset.path, leaf.identity))}
+    return [
+        f"{path}: {count} of its samples are banned, too: keys that were banned in other datasets are theirs. If these "
+        "are other samples, write this dataset with other keys."
+        for path, count in new.items()
+        if path not in known
+    ]
+
+
 def _paths(leaves: Sequence[OpenLeaf]) -> str:
     return ", ".join(sorted({leaf.dataset.path for leaf in leaves})[:_NAMED])
 
