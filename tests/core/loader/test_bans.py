@@ -220,11 +220,13 @@ def test_what_waits_in_a_pack_buffer_still_comes_and_then_no_more(data: Path) ->
 # Mixes, joins, lines -------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_banned_in_all_datasets_or_in_one(data: Path) -> None:
+def test_a_key_is_banned_in_all_datasets_or_in_one(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     mix = [(data / "text", 1), (data / "b", 1)]
     for dataset, gone in ((None, {"text", "b"}), (str(data / "b"), {"b"})):
         (loader,) = loaders_of(mixed(data, mix), 1, 0)
+        caplog.clear()
         loader.ban(["00003"], dataset=dataset)
+        assert ("1 of 1 keys are in several datasets" in caplog.text) == (dataset is None)
         names = {leaf.identity: Path(leaf.dataset.path).name for leaf in loader.spec.leaves}
         keys = (key for batch in islice(loader, 200) for key in batch.__restore_key__[3])
         kept = {names[identity] for identity, index, _, _ in keys if index == 3}
