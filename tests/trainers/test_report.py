@@ -39,6 +39,7 @@ from energon_bridge import (
     get_train_dataset,
 )
 from energon_bridge.core.dataloader import EnergonDataloader
+from energon_bridge.core.errors import DatasetMismatchError
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.tools.report import recorder as report
 from energon_bridge.tools.report.page import write_report
@@ -244,6 +245,37 @@ def test_a_report_covers_the_run_from_its_beginning(mix: Blender, tmp_path: Path
     assert len(first) == len(second) == 47
     assert np.allclose(np.add(first, second), 1, atol=1e-2)
     assert np.mean(first) == pytest.approx(0.75, abs=0.06)
+
+
+def test_a_resume_that_is_refused_leaves_the_report(mix: Blender, tmp_path: Path) -> None:
+    def saving() -> dict[str, Any]:
+        callback = ModelCheckpoint(tmp_path / "saved", filename="last", save_top_k=-1, every_n_train_steps=4)
+        return {"callbacks": [callback], "enable_checkpointing": True}
+
+    fit(mix, tmp_path, max_steps=4, **saving())
+    page = (tmp_path / "report.html").read_bytes()
+    other = create_captioning_test_dataset(tmp_path / "other", num_train=12, num_val=4)
+    with pytest.raises(DatasetMismatchError):
+        fit(str(other), tmp_path, max_steps=8, ckpt_path=tmp_path / "saved/last.ckpt", **saving())
+    assert (tmp_path / "report.html").read_bytes() == page
+
+
+def test_a_sample_that_failed_on_two_ranks_is_one(tmp_path: Path) -> None:
+    data = create_captioning_test_dataset(tmp_path / "data", num_train=24, num_val=4)
+    ranks = []
+    for rank in range(2):
+        workers = WorkerConfig(rank=rank, world_size=2, num_workers=0, num_lanes=4)
+        dataset = get_train_dataset(data, batch_size=2, worker_config=workers, task_encoder=Picky())
+        loader = EnergonDataloader(get_savable_loader(dataset))
+        loader.loader.ban(["train-00003"], from_draw=0)
+        for _ in range(60):
+            next(loader)
+        ranks.append(summary(RunRecorder(), loader))
+        loader.close()
+    write_report(tmp_path / "report.html", ranks, RunRecorder())
+    told = {row[1]: row[2:] for row in Read(tmp_path / "report.html").rows if len(row) == 4}
+    assert told["failed in encode_sample: ValueError"] == ["–", "4"], "1, 7, 13 and 19 of 24"
+    assert int(told["withdrawn by ban"][0]) > 2
 
 
 def test_looks_at_the_shares_are_bounded_and_added_up(tmp_path: Path) -> None:
@@ -540,7 +572,7 @@ def test_hostile_names_do_nothing(page: Page, tmp_path: Path) -> None:
         seconds=2.0,
         waited=1.0,
         datasets=(row,),
-        failures=((HOSTILE, HOSTILE, HOSTILE, 3),),
+        failures=((HOSTILE, HOSTILE, HOSTILE, 3, frozenset()),),
         slowest=(slow,),
     )
     path = tmp_path / "report.html"

@@ -178,6 +178,12 @@ def with_new_ban(
                 "ignore_unknown=True if they belong to datasets that this run does not read"
             )
         logger.warning(text)
+    of_key = {key: {leaf.dataset.path for leaf, keys in zip(leaves, found, strict=True) if key in keys} for key in new}
+    if several := [key for key, paths in of_key.items() if len(paths) > 1]:
+        logger.warning(
+            "ban: %d of %d keys are in several datasets, and banned in all of them: %s in %s. dataset=PATH bans in one",
+            *(len(several), len(new), repr(several[0]), ", ".join(sorted(of_key[several[0]])[:_NAMED])),
+        )
     banned = _with_found(plan.banned, leaves, found, ban.start)
     _check_left(banned, plan.data.leaves)
     return with_ban(bans, ban), plan.with_banned(banned)
@@ -233,6 +239,19 @@ def banned_of(saved: SavedRun, bans: Sequence[Ban], leaves: Sequence[OpenLeaf]) 
         some = [leaf for leaf in fresh if ban.dataset in ("", leaf.dataset.path)]
         banned = _with_found(banned, some, look_up(some, ban.keys), ban.start)
     return banned
+
+
+def newly_banned(saved: SavedRun, banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf]) -> list[str]:
+    """Return what to say of datasets that were not in a saved run, and have keys that it has banned."""
+    before = {row[name] for row in saved.leaves for name in ("path", "identity")}
+    new = {leaf.dataset.path: banned[leaf.identity].samples.size for leaf in leaves if leaf.identity in banned}
+    known = {leaf.dataset.path for leaf in leaves if not before.isdisjoint((leaf.dataset.path, leaf.identity))}
+    return [
+        f"{path}: {count} of its samples are banned, too: keys that were banned in other datasets are theirs. If these "
+        "are other samples, write this dataset with other keys."
+        for path, count in new.items()
+        if path not in known
+    ]
 
 
 def _paths(leaves: Sequence[OpenLeaf]) -> str:

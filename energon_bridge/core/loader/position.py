@@ -23,6 +23,7 @@ from energon_bridge.core.loader.bans import (
     checked_path,
     checked_start,
     moved_bans,
+    newly_banned,
     with_new_ban,
 )
 from energon_bridge.core.loader.fits import check_fits, check_lanes, check_out, saved_day
@@ -301,6 +302,9 @@ class Position(ABC):
         out = None if self.out is None else self.out.restored(saved, [leaf["identity"] for leaf in self.plan.table])
         if (configured := self.plan.config.num_lanes) not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, configured)
+        bans = moved_bans(saved, data.leaves) if saved.bans else ()
+        banned = banned_of(saved, bans, data.leaves) if bans else {}
+        difference += newly_banned(saved, banned, data.leaves)
         if difference and difference != self._said:  # trainers may restore a state twice
             self._said = difference
             level = logging.INFO if self.plan.config.dp_rank else logging.WARNING  # of all ranks: said once
@@ -315,8 +319,6 @@ class Position(ABC):
             if changes:
                 logger.log(level, "earlier changes by set_weights do not apply to the new mix and are dropped")
         changes = () if difference else changes
-        bans = moved_bans(saved, data.leaves) if saved.bans else ()
-        banned = banned_of(saved, bans, data.leaves) if bans else {}
         buffers = saved.settings.get(PACKING_BUFFERS) or 0
         # Lanes share no buffers of buckets.
         if buffers and (num_lanes % buffers or (data.buckets is not None and buffers < num_lanes)):

@@ -231,6 +231,13 @@ def _line(report: Report) -> dict[str, Any]:
 _REMEMBERED = 200_000
 """Failures remembered, to tell new ones from old ones."""
 
+_COMPARED = 1000
+"""Samples of each kind that are told apart from those of other ranks."""
+
+FailureKind = tuple[str, str, str, int, frozenset[tuple[int, int]]]
+"""Dataset, hook, exception type, number of distinct samples, and the first of these: their place and how many of a pack
+or batch failed with them."""
+
 
 class FailureLog:
     """Logs each failure once.
@@ -244,6 +251,7 @@ class FailureLog:
         self._quarantine = quarantine
         self._said: set[tuple[str, int, str, int]] = set()
         self._kinds: Counter[tuple[str, str, str]] = Counter()
+        self._samples: dict[tuple[str, str, str], set[tuple[int, int]]] = {}
         self._quarantined: dict[Path, set[Named]] = {}
         self._losses: set[tuple[str, str]] = set()
 
@@ -270,9 +278,9 @@ class FailureLog:
         kinds = [(n, f"{n} in {kind[1]} with {kind[2]}") for kind, n in self._kinds.items() if kind[0] == dataset]
         return ", ".join(text for _, text in sorted(kinds, reverse=True)[:5])
 
-    def kinds(self) -> list[tuple[str, str, str, int]]:
-        """Return dataset, hook, exception type and number of distinct samples of the failures, most frequent first."""
-        return [(*kind, number) for kind, number in self._kinds.most_common()]
+    def kinds(self) -> list[FailureKind]:
+        """Return the kinds of the failures, most frequent first."""
+        return [(*kind, number, frozenset(self._samples[kind])) for kind, number in self._kinds.most_common()]
 
     def is_new(self, dataset: str, cause: str) -> bool:
         """Return whether this is the first question about a dataset and a cause."""
@@ -283,6 +291,8 @@ class FailureLog:
     def _log(self, report: Report, who: str) -> None:
         self._kinds[report.kind] += 1
         number = self._kinds[report.kind]
+        if number <= _COMPARED:
+            self._samples.setdefault(report.kind, set()).add((report.places[0].index, report.members))
         if number <= self._messages:
             last = "; further ones of the kind are only counted" if number == self._messages else ""
             logger.warning("%sskipped %s that failed in %s: %s%s", who, report.what, report.hook, report, last)

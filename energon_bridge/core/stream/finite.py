@@ -213,10 +213,15 @@ class FiniteStream:
 
 
 def mask_loss(batch: Any) -> None:
-    """Set the `loss_mask` of a batch to zero, if it has one."""
-    loss_mask = batch.get("loss_mask") if isinstance(batch, dict) else getattr(batch, "loss_mask", None)
+    """Set the `loss_mask` of a batch to zero, if it has one, and its `labels` to -100 if those not learned are that."""
+    names = ("loss_mask", "labels")
+    loss_mask, labels = map(batch.get, names) if isinstance(batch, dict) else (getattr(batch, n, None) for n in names)
     if isinstance(loss_mask, torch.Tensor):
         attach(batch, "loss_mask", torch.zeros_like(loss_mask))
+        if isinstance(labels, torch.Tensor) and labels.shape == loss_mask.shape:
+            not_learned = labels[loss_mask == 0]
+            if len(not_learned) and (not_learned == -100).all():
+                attach(batch, "labels", torch.full_like(labels, -100))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

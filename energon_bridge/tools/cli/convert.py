@@ -47,6 +47,7 @@ from energon_bridge.tools.convert.finish import SKIPPED, Converted
 from energon_bridge.tools.convert.hub import download, is_hub, stream
 from energon_bridge.tools.convert.lists import (
     answers_of,
+    asking_column,
     check_beside,
     check_captions,
     check_media_meant,
@@ -384,7 +385,9 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
     rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
     if rows and layout.question is None and not any(is_conversation(row.values) for row in rows):
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
-        if (text := text_of_sounds(rows)) is not None:
+        if (asked := asking_column(rows)) is not None:
+            click.echo(f"  to make conversations: --question '{{{asked}}}'")
+        elif (text := text_of_sounds(rows)) is not None:
             click.echo(
                 f"  to ask for {text}: list sounds in columns audio_filepath and text, as NeMo does, and give --prompt"
             )

@@ -65,6 +65,7 @@ from energon_bridge.tools.convert.conversations import (
     names_of_files,
     only_preferred,
 )
+from energon_bridge.tools.convert.csv_rows import LinesAndRow, csv_rows
 from energon_bridge.tools.convert.rows import (
     LOOKED_AT,
     RAW,
@@ -377,12 +378,13 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
             f"{usual!r} between the fields."
         )
     kind = suffix.upper() + (f" with {delimiter!r} between fields" if delimiter != usual else "")
-    return TableSource(path, _read_csv(path, text, delimiter, is_utf8=is_utf8), media, kind)
+    rows, is_quoted = csv_rows(path, text, delimiter)
+    kind += " (quotes are text)" * (not is_quoted)
+    return TableSource(path, _read_csv(path, iter(rows), delimiter, is_utf8=is_utf8), media, kind)
 
 
-def _read_csv(path: Path, text: str, delimiter: str, *, is_utf8: bool) -> ListedEntries:
-    """Read rows; one that is malformed fails alone. Raises SourceError for a wrong header."""
-    rows = _csv_rows(path, text, delimiter)
+def _read_csv(path: Path, rows: Iterator[LinesAndRow], delimiter: str, *, is_utf8: bool) -> ListedEntries:
+    """Return rows as entries; one that is malformed fails alone. Raises SourceError for a wrong header."""
     _, header = next(rows, ("", []))
     if isinstance(header, SourceError):
         raise header
@@ -408,46 +410,6 @@ def _read_csv(path: Path, text: str, delimiter: str, *, is_utf8: bool) -> Listed
             columns = f"{len(header)} columns of the header ({', '.join(header)})"
             entries.append(SourceError(f"{path}, {lines}: has {which} fields than the {columns}."))
     return ListedEntries(path, entries, unit="row", first=2, is_utf8=is_utf8)
-
-
-def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, list[str] | SourceError]]:
-    """Yield the lines and content of each row that is not blank, or its error; reading goes on with the next line."""
-    header = next(csv.reader(io.StringIO(text.lstrip("\r\n"), ""), delimiter=delimiter), [])
-    is_spaced = delimiter == "|" and all(name.startswith(" ") for name in header[1:])  # `image| comment`, of Flickr30k
-    of_row: list[str] = []
-
-    def lines() -> Iterator[str]:
-        for line in io.StringIO(text, ""):
-            of_row.append(line)
-            yield line
-
-    reader = csv.reader(lines(), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
-    while True:
-        first = reader.line_num + 1
-        of_row.clear()
-        row: list[str] | SourceError
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            row = SourceError(
-                f"{path}, {_lines(first, reader.line_num)}: cannot be read as {delimiter!r}-separated text: {error}. A "
-                'field with a quote is between quotes, and has the quote twice: "a ""b"" c".'
-            )
-        are_rows = {line.count("\t") for line in of_row} == {len(header) - 1}
-        if delimiter == "\t" and len(header) > 2 and len(of_row) > 1 and are_rows:
-            row = SourceError(
-                f"{path}, {_lines(first, reader.line_num)}: each is a row by itself, but a field of the first begins "
-                "with a quote that ends in the last, which makes one row of them. Write quotes in such fields twice, "
-                'and one more around them: """Hello"" she said".'
-            )
-        if row:
-            yield _lines(first, reader.line_num), row
-
-
-def _lines(first: int, last: int) -> str:
-    return f"line {last}" if first >= last else f"lines {first} to {last}"
 
 
 def _stem_key(name: str, media: Path) -> str:
@@ -603,7 +565,10 @@ def check_media_meant(rows: Sequence[Row], without: str) -> None:
 
 def check_captions(rows: Sequence[Row]) -> None:
     """Raise SourceError if all captions beside the first media are rows of numbers: boxes, as YOLO writes them."""
-    texts = [text.read() for row in rows if isinstance(text := row.files.get("caption"), TextRef)]
+    texts = []
+    for text in (row.files.get("caption") for row in rows):
+        with suppress(SourceError):  # its sample says so
+            texts += [text.read()] if isinstance(text, TextRef) else []
     if any(texts) and all(map(_NUMBERS.fullmatch, texts)):
         raise SourceError(
             f"{rows[0].where}: the text beside it has numbers only ({max(texts)[:60].decode()!r}), as boxes have, and "
@@ -920,6 +885,14 @@ def text_of_sounds(rows: Sequence[Row]) -> str | None:
     names = (*said, "caption", "caption_1")
     beside = [one.extension for row in rows for one in row.files.values() if isinstance(one, TextRef)]
     return _named(list(dict.fromkeys(name for row in rows for name in row.values)), names) or next(iter(beside), None)
+
+
+def asking_column(rows: Sequence[Row]) -> str | None:
+    """Return the column that most likely asks about the media of rows beside an answer, by its question marks."""
+    columns = list(dict.fromkeys(name for row in rows for name in row.values))
+    if not any(row.files for row in rows) or _named(columns, ("answer", "answers")) is None:
+        return None
+    return next((name for name in columns if _ask([row.values.get(name) for row in rows])), None)
 
 
 def _is_raw(contents: Content | tuple[Content, ...]) -> bool:

@@ -360,6 +360,10 @@ def _part_name(column: str, rest: str, bare: bool) -> str:
     return rest if bare and medium_by_name(f"x.{rest}") == medium_by_name(name) else name
 
 
+_MEDIA_OF = {"image": "image", "images": "image", "video": "video"}
+"""The media of fields by their names."""
+
+
 def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
     """Make a sample of a row; raises SourceError if a column is missing or does not fit.
 
@@ -387,6 +391,13 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
         column, bracket, steps = access.partition("[")
         if column in names:
             fields[name] = _file_access(row, names[column], layout, name, column, bracket + steps)
+            medium = medium_by_name(f"x.{fields[name].partition('[')[0]}")
+            if name in _MEDIA_OF and medium not in (None, _MEDIA_OF[name]):
+                raise SourceError(
+                    f"{row.where}: `{column}` is {medium}, but the {name} of a {layout.sample_type} is no {medium}. "
+                    f"Name another column {layout.naming(name)}, or make conversations (CrudeSample) without --field: "
+                    "of questions in a column, with --question '{COLUMN}'."
+                )
             continue
         value = _value_at(row, layout, name, access)
         declared = _declared(layout.sample_type)[name][1]
@@ -531,7 +542,11 @@ def check_layout(layout: Layout) -> None:
     cls = sample_type_by_name(layout.sample_type)
     if layout.is_crude:
         if layout.fields:
-            raise ConfigurationError(f"{layout.sample_type} has no fields: leave out --field.")
+            asked = next((layout.fields[name] for name in ("question", "context") if name in layout.fields), "COLUMN")
+            raise ConfigurationError(
+                f"{layout.sample_type} has no fields: leave out --field. The question of a conversation is written as "
+                f"--question '{{{asked}}}', its answer is the column `answer`."
+            )
         return
     for name, access in layout.fields.items():
         if len(parse_access(access, where="--field", field=name)) > 1:

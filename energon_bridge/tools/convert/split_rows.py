@@ -1,7 +1,7 @@
 """The split that a list itself tells: by a column of its rows (`split`, `phase`, `is_test`, …), else by its name.
 
-Rows go to the split that their column says, if it says one of each row. A list of one split that is not to be learned
-is of that split as a whole. What says nothing, or `train` alone, is dealt out by ratios.
+Rows go to the split that their column says, if it says one of each row. A list of one split is of that split as a
+whole. What says nothing is dealt out by ratios.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def by_own_split(source: Source, path: Path, taken: Collection[str]) -> tuple[So
             told = list(_told_by_all(source, taken))
         return _by_column(source, told)
     name = f"the name {path.name}"
-    if not path.is_file() or not says_held_out(path.stem) or "train" in splits_in(path.stem.lower()):
+    is_held_out = says_held_out(path.stem)
+    part = name_split(path.stem)
+    if not path.is_file() or ("train" in splits_in(path.stem.lower()) if is_held_out else part is None):
         return source, None
-    if (part := name_split(path.stem)) is None:
+    if part is None:
         raise _doubtful(source, name)
     return _whole(source, part), name
 
@@ -87,7 +89,7 @@ def _by_column(source: Source, told: Sequence[_Told | None]) -> tuple[Source, st
     if is_held_out and len(parts) == 1 and (part := said[0].part) is not None:
         return _whole(source, part), why
     is_told = len(said) == len(told) and None not in parts and all(one.by_name for one in said)
-    if isinstance(source, TableSource) and is_told and parts != {"train"}:
+    if isinstance(source, TableSource) and is_told:
         rows: dict[str, list[int]] = {}
         for number, one in enumerate(said):
             rows.setdefault(str(one.part), []).append(number)

@@ -53,6 +53,7 @@ class RunReport(Callback):
         self.stopped = stopped
         self._recorder = RunRecorder()
         self._step = -1
+        self._has_step = False
         self._parts: list[Tensor] = []
         self._rate: float | None = None
         self._at_end: list[RankSummary] | None = None
@@ -99,6 +100,7 @@ class RunReport(Callback):
             self._parts.append(loss.detach())
         if ended:
             self._step = step
+            self._has_step = True
             loss = torch.stack(self._parts).mean() * scale if self._parts else None
             recorder.step(loader, step, loss, self._rate)
             self._parts.clear()
@@ -110,8 +112,8 @@ class RunReport(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the page of a run that failed, with the figures of this rank: the others may not be there any more."""
-        if not self._recorder.seconds:
-            return  # there was no step
+        if not self._has_step:
+            return  # a resume that was refused leaves the page of the run as it is
         own = summary(self._recorder, training_loader(trainer))
         self._write(trainer, [] if own is None else [own], {"ended by": type(exception).__name__})
 

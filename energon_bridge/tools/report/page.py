@@ -196,9 +196,13 @@ def _balance(ranks: Sequence[RankSummary], recorder: RunRecorder) -> list[PageBl
 def _left_out(ranks: Sequence[RankSummary]) -> list[PageBlock]:
     times: Counter[tuple[str, str]] = Counter()
     different: Counter[tuple[str, str]] = Counter()
+    named: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for rank in ranks:
-        for dataset, hook, error, number in rank.failures:
-            different[dataset, f"failed in {hook}: {error}"] += number
+        for dataset, hook, error, number, samples in rank.failures:
+            reason = dataset, f"failed in {hook}: {error}"
+            known = named.setdefault(reason, set())  # several ranks meet a sample, in other epochs
+            different[reason] += number - len(samples & known)
+            known |= samples
         for row in rank.datasets:
             counts = row.counts
             of_counters = {
@@ -208,6 +212,7 @@ def _left_out(ranks: Sequence[RankSummary]) -> list[PageBlock]:
                 "too long: truncated": counts["truncated"],
                 "too long: split": counts["split"],
                 "listed in exclude": counts["excluded"],
+                "withdrawn by ban": counts["banned"],
             }
             for text, number in of_counters.items():
                 if number:

@@ -27,6 +27,7 @@ from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.core.loader.saved_run import State, read
+from energon_bridge.core.stream.failures import FailureKind
 from energon_bridge.core.stream.state import COUNTERS, BatchKey, SampleKey, read_key
 
 MOST_POINTS = 1000
@@ -380,7 +381,7 @@ class RankSummary:
         rank, ranks: The data-parallel rank, and how many there are.
         seconds, waited: Time spent training, and that spent waiting for data.
         datasets: A row for each dataset of the mix.
-        failures: Dataset, hook, exception and number of the samples that failed since the process began.
+        failures: The samples that failed since the process began.
         metrics: Of the loader.
         slowest, highest: As of `RunRecorder`; those of a state that all ranks have restored are in the summary of each.
         draws: Draws of each dataset by its identity, after some steps.
@@ -392,7 +393,7 @@ class RankSummary:
     seconds: float
     waited: float
     datasets: tuple[DatasetRow, ...] = ()
-    failures: tuple[tuple[str, str, str, int], ...] = ()
+    failures: tuple[FailureKind, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     slowest: tuple[tuple[float, bool, int, int, list[str], int], ...] = ()
     highest: tuple[HighLoss, ...] = ()

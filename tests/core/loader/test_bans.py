@@ -220,11 +220,13 @@ def test_what_waits_in_a_pack_buffer_still_comes_and_then_no_more(data: Path) ->
 # Mixes, joins, lines -------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_banned_in_all_datasets_or_in_one(data: Path) -> None:
+def test_a_key_is_banned_in_all_datasets_or_in_one(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     mix = [(data / "text", 1), (data / "b", 1)]
     for dataset, gone in ((None, {"text", "b"}), (str(data / "b"), {"b"})):
         (loader,) = loaders_of(mixed(data, mix), 1, 0)
+        caplog.clear()
         loader.ban(["00003"], dataset=dataset)
+        assert ("1 of 1 keys are in several datasets" in caplog.text) == (dataset is None)
         names = {leaf.identity: Path(leaf.dataset.path).name for leaf in loader.spec.leaves}
         keys = (key for batch in islice(loader, 200) for key in batch.__restore_key__[3])
         kept = {names[identity] for identity, index, _, _ in keys if index == 3}
@@ -400,7 +402,9 @@ def test_the_state_says_which_keys_from_which_draw_on(data: Path) -> None:
     assert loader.save_state_rank()["bans"][0] == [54, ["00003", "00005", "00007"]]
 
 
-def test_a_resume_looks_no_key_up(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_looks_no_key_up(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The state says which samples they are; only what is new in the mix is searched for them."""
     state = banned_state(data)
     (tmp_path / "state.json").write_text(json.dumps(state))
@@ -418,6 +422,8 @@ def test_a_resume_looks_no_key_up(data: Path, tmp_path: Path, monkeypatch: pytes
     (loader,) = loaders_of(mixed(data, [(data / "b", 1), (data / "c", 1)]), 1, 0)
     loader.restore_state_rank(state, on_mismatch="adapt")
     assert {*searched} == {"c"}
+    assert f"{data / 'c'}: 3 of its samples are banned, too" in caplog.text
+    assert caplog.text.count("banned, too") == 1, "those of b were known"
     assert not any({3, 7} & {*numbers_of(batch)} for batch in islice(loader, 100))
 
 

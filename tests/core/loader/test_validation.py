@@ -240,11 +240,14 @@ def test_a_split_that_is_skipped_whole_is_an_error(data: Path, num_workers: int)
 def test_masked_batches_weigh_nothing(data: Path) -> None:
     class Weighing(TensorEncoder):
         def encode_batch(self, batch: Any) -> Any:
-            return {"__key__": batch.__key__, "loss_mask": torch.ones(len(batch.__key__), 4)}
+            mask = torch.tensor([[1, 1, 1, 1, 0]] * len(batch.__key__))
+            labels = {"labels": torch.where(mask > 0, 7, -100)}  # those of torch's cross entropy
+            return {"__key__": batch.__key__, "loss_mask": mask.float()} | labels
 
     steps = one_pass(dataset_of(data, 3, batch_size=1, task_encoder=Weighing()), 8, 0)
     (step,) = steps
     assert [float(batch["loss_mask"].sum()) for batch in step] == [4, 4, 4, 0, 0, 0, 0, 0]
+    assert [int((batch["labels"] >= 0).sum()) for batch in step] == [4, 4, 4, 0, 0, 0, 0, 0]
     assert sum(int(batch["__valid__"].sum()) for batch in step) == 3
     training = get_train_dataset(
         data, split_part="val", batch_size=1, task_encoder=Weighing(), worker_config=config_of(1, 0)

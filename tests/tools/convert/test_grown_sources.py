@@ -303,6 +303,8 @@ def shares(out: Path) -> dict[str, list[int]]:
     ("name", "column", "part"),
     [
         ("val.csv", {}, "val"),
+        ("train.csv", {}, "train"),
+        ("list.csv", {"split": "training"}, "train"),
         ("my_test_part.csv", {}, "test"),
         ("Validation-2.csv", {}, "val"),
         ("list.csv", {"split": "dev"}, "val"),
@@ -322,7 +324,7 @@ def test_a_list_of_one_split_is_of_that_split(tmp_path: Path, name: str, column:
 
 
 @pytest.mark.parametrize(
-    ("name", "column"), [("train.csv", {}), ("train_val.csv", {}), ("list.csv", {"split": "train"}), ("latest.csv", {})]
+    ("name", "column"), [("train_val.csv", {}), ("list.csv", {"is_test": "0"}), ("latest.csv", {})]
 )
 def test_other_lists_are_cut_by_ratios(tmp_path: Path, name: str, column: dict[str, str]) -> None:
     assert "Split: train 9, val 1\n" in convert(listed(tmp_path / "in" / name, 0, 12, **column), tmp_path / "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -226,15 +227,32 @@ def test_blanks_behind_bars_belong_to_them(tmp_path: Path) -> None:
     assert [sample.caption for sample in delivered(tmp_path / "out")] == ["Two men.", "One | two."]
 
 
-def test_rows_that_quotes_join_are_refused(tmp_path: Path) -> None:
-    """Tables of Common Voice have no quotes around fields, but in them."""
-    rows = 'a.png\t"Hello.\t2\nb.png\tshe said"\t3\nb.png\tBye.\t4\n'
-    path = written(tmp_path, f"image\tcaption\tvotes\n{rows}", "rows.tsv")
-    assert "lines 2 to 3: each is a row by itself" in refused(path, tmp_path / "out", *ALL)
-    fixed = rows.replace('"Hello.', '"""Hello."').replace('she said"', '"she said"""')
-    path = written(tmp_path, f"image\tcaption\tvotes\n{fixed}", "rows.tsv")
-    convert(path, tmp_path / "out", *ALL)
-    assert [sample.caption for sample in delivered(tmp_path / "out")] == ['"Hello.', 'she said"', "Bye."]
+def test_quotes_are_text_where_none_stand_around_fields(tmp_path: Path) -> None:
+    """Tables of Common Voice, as CorporaCreator writes them (`quoting=csv.QUOTE_NONE`)."""
+    texts = ['"Hello.', 'She said "Bye"', '"Zero", she said.', "Yes.", '"All of it."', 'and "so on"', '"']
+    written(tmp_path, "", "rows.tsv")
+    for number, names in enumerate((["image", "caption", "votes"], ["image", "caption"])):
+        with (tmp_path / "rows.tsv").open("w", newline="") as file:
+            out = csv.writer(file, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None, lineterminator="\n")
+            out.writerow(names)
+            out.writerows(["a.png", text, "2"][: len(names)] for text in texts)
+        assert "TSV (quotes are text), 7 samples" in convert(tmp_path / "rows.tsv", tmp_path / f"{number}", *ALL)
+        assert [sample.caption for sample in delivered(tmp_path / f"{number}")] == texts
+
+
+def test_a_quote_too_few_loses_its_row_only(tmp_path: Path) -> None:
+    """Other fields of the TSV need the quotes around them, so they are none of the texts."""
+    good = ['a.png\t"She ""said""."\t1', "b.png\tBye.\t4", 'a.png\t"Two\nlines,\t\ta tab"\t5']
+    bad = ['a.png\t"Hello.\t2', 'b.png\t"Zero", she said.\t4']
+    rows = [good[0], bad[0], good[1], bad[1], good[2]]
+    path = written(tmp_path, "".join(f"{row}\n" for row in ("image\tcaption\tvotes", *rows)), "rows.tsv")
+    assert "line 3: a field begins with a quote that ends in line 5, but" in refused(path, tmp_path / "out", *ALL)
+    assert "Skipped 2 samples" in convert(path, tmp_path / "out", *ALL, "--on-error", "skip")
+    kept = ['She "said".', "Bye.", "Two\nlines,\t\ta tab"]
+    assert [sample.caption for sample in delivered(tmp_path / "out")] == kept
+    path = written(tmp_path, 'image,caption\na.png,One.\nb.png,"Two.\na.png,Three.\nb.png,"Four."\n', "rows.csv")
+    assert "Skipped 1 sample" in convert(path, tmp_path / "csv", *ALL, "--on-error", "skip")
+    assert [sample.caption for sample in delivered(tmp_path / "csv")] == ["One.", "Three.", "Four."]
 
 
 def test_boxes_are_no_captions(tmp_path: Path) -> None:

@@ -136,6 +136,9 @@ def test_captions_that_cannot_be_decoded(tmp_path: Path, name: str, text: bytes)
     (tmp_path / "in/plain").unlink()
     (tmp_path / "in" / name).write_bytes(text)
     assert f"{name}: is not {'JSON' if 'json' in name else 'UTF-8'}" in refused(tmp_path / "in", tmp_path / "out", *ALL)
+    (tmp_path / "in/b.png").write_bytes(PNG)
+    (tmp_path / "in" / name.replace("a", "b")).write_text('{"caption": "a dog"}')
+    assert "Skipped 1 sample" in convert(tmp_path / "in", tmp_path / "out", *ALL, "--on-error", "skip")
 
 
 def test_names_that_are_not_utf8_and_links_to_folders(tmp_path: Path) -> None:

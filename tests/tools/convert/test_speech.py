@@ -196,6 +196,22 @@ def test_questions_may_have_columns(tmp_path: Path) -> None:
     assert "write the question about sounds as --prompt" in told
 
 
+def test_sounds_that_are_asked_about_are_no_images(tmp_path: Path) -> None:
+    """ClothoAQA's table."""
+    written(tmp_path / "a.wav", 1.0)
+    (tmp_path / "qa.csv").write_text("file_name,QuestionText,answer\na.wav,Is it loud?,yes\n")
+    command = ("convert", tmp_path / "qa.csv", tmp_path / "out", "--split-ratio", "1,0,0")
+    told = refusal_of(*command, "--question", "{QuestionText}", "--field", "answers=answer")
+    assert "`file_name` is audio, but the image of a VQASample is no audio." in told
+    assert "--question '{QuestionText}', its answer is" in refusal_of(*command, "--field", "question=QuestionText")
+    assert "  to make conversations: --question '{QuestionText}'\n" in output_of(*command, "--no-ask", "--dry-run")
+    convert(tmp_path / "qa.csv", tmp_path / "out", "--question", "{QuestionText}")
+    (sample,) = delivered(tmp_path / "out")
+    texts = [one if isinstance(one, str) else one[-1]["text"] for one in (m["content"] for m in sample.messages)]
+    assert texts == ["Is it loud?", "yes"]
+    assert len(sample.audios) == 1
+
+
 @pytest.mark.parametrize("keys", [{"source_lang": "en", "target_lang": "de"}, {"taskname": "s2t_translation"}])
 def test_translations_ask_for_a_question(keys: dict[str, str], tmp_path: Path) -> None:
     """Canary's manifests."""
