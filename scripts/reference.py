@@ -105,7 +105,7 @@ def cli_page() -> str:
     of_runs = [record for record in shared if all(record in records["energon", name].items() for name in RUNS)]
     rest = [record for record in shared if record not in of_runs]
     lines = ["# Command line", "", NOTE, "", "`energon COMMAND --help` says more of each, with examples."]
-    lines += ["If megatron-energon is installed too, the command is `energon-bridge`.", *COMPLETION]
+    lines += ["Where megatron-energon was installed later, the command is `energon-bridge`.", *COMPLETION]
     lines += ["", "## Options of a run", "", f"Of {', '.join(f'`energon {name}`' for name in RUNS)}:"]
     lines += ["", "```text", *map("  ".join, of_runs), "```"]
     lines += ["", "## Options of several commands", "", "```text", *map("  ".join, rest), "```"]

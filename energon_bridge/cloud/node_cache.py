@@ -47,6 +47,9 @@ PIECE = 64 << 10
 """Bytes of a block on the disk that are read and checked together, so that a small sample need not read all of it."""
 _BELIEVED_SECONDS = 60.0
 _MISSING_SECONDS = 5.0
+BELIEVED_SINCE = "ENERGON_CACHE_BELIEVED_SINCE"
+"""In the environment, a time: versions seen before it are asked for again. Commands that look at what a store holds now
+set it to when they began, for their worker processes too."""
 _CLAIM_SECONDS = 20.0
 _EMPTY_SECONDS = 1.0
 _LEFT_SECONDS = 600.0
@@ -270,6 +273,8 @@ class NodeCache:
                 since = os.fstat(file.fileno()).st_mtime
                 version = Version(*json.loads(file.read()))
         except (OSError, ValueError, TypeError):
+            return None
+        if since < float(os.environ.get(BELIEVED_SINCE, 0)):
             return None
         return version if version.url == url and self._know(version, since) > 0 else None
 

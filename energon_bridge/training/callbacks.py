@@ -25,7 +25,7 @@ from torch import Tensor
 
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import did_you_mean, optional_packages
-from energon_bridge.core.storage import write_file
+from energon_bridge.core.storage import no_room, write_file
 from energon_bridge.trainers.replica.costs import record_time
 from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.training.config import CheckpointConfig
@@ -341,16 +341,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Write a checkpoint next to its final path, flush it to disk, and rename it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint; if the process dies meanwhile, the earlier ones stay intact."""
+        """Write a checkpoint; if the process dies meanwhile, the earlier ones stay intact.
+
+        Raises StorageError, with the name of the file, if the disk is full.
+        """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         for leftover in target.parent.glob(f".step-*{_SUFFIX}.part"):
             leftover.unlink()
         temporary = target.with_name(f".{target.name}.part")
-        with temporary.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except Exception as error:
+            if (full := no_room(error, [temporary])) is None:
+                raise
+            temporary.unlink(missing_ok=True)  # the run's report may fit then
+            raise full from error
         os.replace(temporary, target)
 
 

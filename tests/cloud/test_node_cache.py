@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from commands import refusal_of
 from engine import config_of, text_dataset, train_dataset
 from forked import run_forked, start_forked
 from object_server import ObjectServer, serving
@@ -189,6 +190,21 @@ def test_an_object_that_was_replaced(server: ObjectServer, monkeypatch: pytest.M
     monkeypatch.setattr(node_cache, "_BELIEVED_SECONDS", 0.0)
     forget()
     assert open_store(server.url).read("small") == b"1"
+
+
+def test_lint_sees_an_object_that_was_replaced_just_now(server: ObjectServer) -> None:
+    """A loader may believe for a minute what the cache has seen; commands, and their worker processes, ask."""
+    text_dataset(server.folder / "texts", train=[9, 11])
+    url = f"{server.url}/texts"
+    content(url, 30)
+    shard = server.folder / "texts/train/shard_001.tar"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    for workers in (1, 2):
+        forget()
+        content(url, 3)
+        forget()
+        assert "shard_001.tar" in refusal_of("lint", url, "--parallel", workers)
+        assert node_cache.BELIEVED_SINCE not in os.environ
 
 
 def test_refusals_are_the_same(server: ObjectServer) -> None:

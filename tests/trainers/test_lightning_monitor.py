@@ -188,6 +188,8 @@ def test_making_microbatches_is_timed_by_stage(dataset: Path, workers: int) -> N
         (["/q", "/q"], ["train", "train"], ["q#1", "q#2"]),
         (["s3://x/c", "/c"], ["train", "train"], ["x/c", "c"]),
         (["/"], ["train"], ["/"]),
+        (["join of /a/c and /a/d", "/a/d", "/x and y"], ["train"] * 3, ["c", "d", "x and y"]),
+        (["join of /a/c and /a/d", "/a/c"], ["train"] * 2, ["a/c#1", "a/c#2"]),
     ],
 )
 def test_names_tell_datasets_apart(paths: list[str], parts: list[str], names: list[str]) -> None:

@@ -27,7 +27,13 @@ from forked import become_rank, free_port, run_afresh, run_forked
 from run_outputs import hexes, read_losses, read_predictions, run_with_a_stop
 
 from energon_bridge import read_quarantine
-from energon_bridge.core.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError, EnergonError
+from energon_bridge.core.errors import (
+    BatchSizeMismatchError,
+    ConfigurationError,
+    DatasetNotFoundError,
+    EnergonError,
+    StorageError,
+)
 from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import AtomicCheckpointIO, append_metrics, list_checkpoints, rate
@@ -313,7 +319,13 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="cannot be written"):
         AtomicCheckpointIO().save_checkpoint({"a": Unwritable()}, target)
-    assert list_checkpoints(target.parent) == [target]
+    full = target.with_name("step-0000003.ckpt")
+    with (
+        no_room(30_000),
+        pytest.raises(StorageError, match=rf"{target.parent}/\.{full.name}\.part: cannot write: .*File"),
+    ):
+        AtomicCheckpointIO().save_checkpoint({"a": torch.zeros(100_000)}, full)
+    assert list(target.parent.iterdir()) == [target], "what did not fit takes no room"
     assert torch.load(target, weights_only=True) == {"a": 1}
     AtomicCheckpointIO().save_checkpoint({"a": 2}, target)
     assert [path.name for path in target.parent.iterdir()] == [target.name]

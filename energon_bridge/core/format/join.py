@@ -43,6 +43,8 @@ from energon_bridge.core.format.parallel import Progress, map_shards, unseen
 from energon_bridge.core.order.rng import IntArray
 
 Nonmatch = Literal["error", "skip", "none"]
+JOIN_OF = "join of "
+"""Begins the path of a join; those of its datasets follow, the primary's first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def joined_dataset(
     named = [[part.dataset.fingerprint, part.dataset.split_part, part.name, part.nonmatch] for part in parts]
     content = json.dumps([1, named, joiner_name, checksum], separators=(",", ":"))
     return JoinedDataset(
-        path="join of " + " and ".join(part.dataset.path for part in parts),
+        path=JOIN_OF + " and ".join(part.dataset.path for part in parts),
         split_part=split_part,
         parts=tuple(parts),
         joiner=joiner,

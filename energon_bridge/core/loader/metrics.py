@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from energon_bridge.core.errors import ErrorRateError
+from energon_bridge.core.format.join import JOIN_OF
 from energon_bridge.core.loader.pool import WorkerPool
 from energon_bridge.core.loader.position import Position
 from energon_bridge.core.loader.saved_run import State
@@ -23,8 +24,9 @@ from energon_bridge.core.stream.state import COLUMNS, COUNTERS, Counts, LaneBatc
 def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
     """Return a short, unique name for each dataset of a mix: the last folders of its path, as many as it takes.
 
-    If paths are equal, the split part is added, and then a number.
+    If paths are equal, the split part is added, and then a number. A join is called as its primary.
     """
+    paths = [path.removeprefix(JOIN_OF).split(" and ")[0] if path.startswith(JOIN_OF) else path for path in paths]
     split = [[piece for piece in path.split("/") if piece] or [path] for path in paths]
     names = list(paths)
     for depth in range(1, max(map(len, split), default=0) + 1):

@@ -308,6 +308,8 @@ def _read_item(item: DocumentValue, *, scope: Scope, extra: str | None = None) -
         names = ", ".join(f"`{key}`" for key in _STRUCTURE_KEYS)
         raise MetadataError(f"{item.at}: expected one of {names}, found {given}.")
     structure = structures[0]
+    if structure == "join":
+        _refuse_filter(item)
     item.check_keys(_STRUCTURE_KEYS[structure] | extras, required=("joiner",) if structure == "join" else ())
     if structure == "path":
         return _read_reference(item, scope=scope)
@@ -434,9 +436,18 @@ def _read_join(item: DocumentValue, *, scope: Scope) -> JoinRef:
     return replace(join, entries=tuple(read))
 
 
+def _refuse_filter(item: DocumentValue) -> None:
+    """Raise for a filter of a join, or of an entry of one."""
+    if "filter" in item.mapping():
+        raise MetadataError(
+            f"{item.at}: a join cannot be filtered: leave out `filter`, and let the joiner raise SkipSample."
+        )
+
+
 def _read_entry(
     item: DocumentValue, *, name: str | None, is_primary: bool, defaults: dict[str, str | None], scope: Scope
 ) -> JoinEntry:
+    _refuse_filter(item)
     item.check_keys(_ENTRY_KEYS, required=("path",))
     path = _read_path(item, base=scope.base)
     if path.endswith((".yaml", ".yml", ".jsonl")):

@@ -243,7 +243,10 @@ def _refusal(
     if isinstance(error, Image.DecompressionBombError):
         reason = f"{reason} Scale it down with another program, or raise Pillow's limit, PIL.Image.MAX_IMAGE_PIXELS"
     if isinstance(error, UnidentifiedImageError):
+        own = _format_of(data)
         reason = f"the content is none of {', '.join(_formats_for(data, part))}"
+        if own is not None and own.codec in _PILLOW_FORMATS:
+            reason = f"it begins as {own.codec}, but its header is cut off or damaged"
     kind = MissingCodecError if isinstance(error, MissingCodecError) else DecodeError
     return kind(f"part {part!r} ({len(data)} bytes) {what}: {reason}")
 

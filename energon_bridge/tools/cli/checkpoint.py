@@ -109,11 +109,13 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
         yield "position", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
         if summary["held"]:
             buffers = summary["settings"].get("packing_buffers") or lanes
-            shared = f"; {lanes} lanes share {buffers} packing buffers" if buffers < lanes else ""
-            yield (
-                "held",
-                f"{summary['held']:,} samples, drawn but not delivered yet: in packs, groups and batches{shared}",
-            )
+            yield "held", f"{summary['held']:,} samples, drawn but not delivered yet: in packs, groups and batches"
+            if buffers < lanes:
+                yield (
+                    "buffers",
+                    f"{lanes} lanes share {buffers}: what a buffer loses counts at once, each draw when its lane has "
+                    "come to it, so errors are ahead of draws by up to a turn of all lanes",
+                )
         missing = summary["missing_lanes"]
         if not missing:
             yield "lanes", f"{lanes}, all here"

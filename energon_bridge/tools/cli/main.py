@@ -10,6 +10,8 @@ import logging
 import os
 import sys
 import tempfile
+import time
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -36,6 +38,8 @@ _COMMANDS = {
     "which": "Name the samples of a step, without reading data.",
 }
 
+_OF_TODAY = ("columns", "convert", "info", "lint", "prepare", "prepare-media")
+"""Commands that look at what a store holds now, whatever the node's cache has seen of it in the last minute."""
 _WORDS = "energon words"
 """In the context, the arguments: among them are the folders that a full disk is looked for in."""
 _ANSWERS = {
@@ -76,6 +80,11 @@ class _LazyGroup(SuggestingGroup):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         ctx.meta[_WORDS] = list(args)
+        if args[0] in _OF_TODAY:
+            from energon_bridge.cloud.node_cache import BELIEVED_SINCE
+
+            os.environ[BELIEVED_SINCE] = str(time.time())
+            ctx.call_on_close(partial(os.environ.pop, BELIEVED_SINCE, None))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:

@@ -17,6 +17,7 @@ from energon_bridge.core.datasets import get_train_dataset, get_val_dataset
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.task_encoder import DefaultTaskEncoder, TaskEncoder
 from energon_bridge.core.errors import ConfigurationError, NoCookerError
+from energon_bridge.core.format.join import JOIN_OF
 from energon_bridge.core.format.jsonl import is_jsonl
 from energon_bridge.core.loader.bans import banned_of
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
@@ -38,7 +39,6 @@ _STREAM = (
     *("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last"),
     *("packing_buffer_size", "max_tokens_per_microbatch"),
 )
-_JOIN = "join of "
 _GIVE_MIX = "give the mix that the run was started with (--mix)"
 
 
@@ -282,7 +282,7 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
     Raises:
         ConfigurationError: The state does not say it.
     """
-    if any(row["path"].startswith(_JOIN) for row in rows):
+    if any(row["path"].startswith(JOIN_OF) for row in rows):
         raise ConfigurationError(f"a state does not contain how datasets are joined: {_GIVE_MIX}")
     children = tuple(_reference(row) for row in rows)
     mode = settings.get("mode", "concat")  # validation has no mode: it takes its leaves in the order of the state

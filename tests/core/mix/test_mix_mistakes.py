@@ -83,6 +83,14 @@ def load(path: Path, text: str, header: str = HEADER) -> Mix:
             "splits: {train: {join: [{path: a.yaml}], joiner: {__module__: m, __class__: c}}}",
             "only prepared datasets can be joined",
         ),
+        (
+            "splits: {train: {join: [{path: a, filter: n > 1}], joiner: {__module__: m, __class__: c}}}",
+            r"join\[0\]`: a join cannot be filtered: leave out `filter`",
+        ),
+        (
+            "splits: {train: {join: [{path: a}], filter: n > 1, joiner: {__module__: m, __class__: c}}}",
+            r"splits\.train`: a join cannot be filtered: leave out `filter`, and let the joiner raise SkipSample",
+        ),
         ("splits: {train: {path: a}, val: {path: b, splitpart: c}}", r"field `splits\.val`: unknown key `splitpart`"),
     ],
 )

@@ -261,4 +261,4 @@ def test_the_draws_and_samples_of_a_shared_buffer_are_counted_once(folder: Path,
     assert found is not None
     drawn, held = (int(number.replace(",", "")) for number in found.groups())
     assert drawn == len(delivered) + held
-    assert ("24 lanes share 4 packing buffers" in said) == (lanes == 24)
+    assert ("24 lanes share 4: what a buffer loses counts at once" in said) == (lanes == 24)

@@ -400,6 +400,8 @@ def test_a_user_who_wants_truncated_images_gets_them(monkeypatch):
         (b"", "the content is none of JPEG, PNG"),
         (b"no image", "the content is none of JPEG, PNG"),
         (FILES["png"][:60], "trunc|broken|cannot"),
+        (FILES["png"][:12], "it begins as PNG, but its header is cut off or damaged"),
+        (encoded(picture(64, 48))[:20], "it begins as JPEG, but its header is cut off or damaged"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 2 2\n", "the content is none of"),
     ],
 )
