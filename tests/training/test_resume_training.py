@@ -305,6 +305,22 @@ def test_another_global_batch_size_is_said_and_steps_are_not_named_wrongly(
     output_of(*shown[:-1])
 
 
+def test_steps_before_the_mix_changed_are_not_shown_by_the_mix_of_today(dataset: Path, tmp_path: Path) -> None:
+    settings = ["train.max_steps=10", *EPOCH[1:], "checkpoint.keep=1"]
+    config = configuration(dataset, tmp_path / "run", *settings)
+    training.run(config)
+    output_of("preview", config.run_dir, "--step", 3)
+    more = create_captioning_test_dataset(tmp_path / "more", num_train=12, num_val=2)
+    blend = f"blend: [{{path: {dataset}}}, {{path: {more}}}]"
+    (tmp_path / "mix.yaml").write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+        f"splits: {{train: {{{blend}}}, val: {{path: {dataset}}}}}\n"
+    )
+    changed = ["data.on_mismatch=adapt", "train.max_steps=15"]
+    training.run(configuration(tmp_path / "mix.yaml", tmp_path / "run", *settings, *changed), resume=True)
+    assert "changed before" in refusal_of("preview", config.run_dir, "--step", 12)
+
+
 def test_another_schedule_of_the_learning_rate_is_said(
     dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

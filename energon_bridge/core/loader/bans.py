@@ -125,7 +125,7 @@ def load_keys(path: str | os.PathLike[str]) -> list[str]:
     where = os.fspath(path)
     folder, _, name = (where if "://" in where else os.path.abspath(os.path.expanduser(where))).rpartition("/")
     try:
-        text = open_store(folder or "/").read(name).decode()
+        text = open_store(folder or "/").read(name).decode("utf-8-sig")  # as Notepad writes
     except UnicodeDecodeError as error:
         raise StorageError(f"{where}: expected UTF-8 text with one key per line: {error}") from error
     lines = (line.strip() for line in text.splitlines())

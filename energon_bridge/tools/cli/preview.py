@@ -65,6 +65,7 @@ class _Asked:
         pages: It is shown as pages, not in a terminal.
         config, encoder, processor: What the batches are for; without any of them samples are shown.
         run: The options of a run (`run_options` and `--mix`), for `open_mix` and `open_run`.
+        after: The first checkpoint of a run, if the steps are before it, and so counted from the beginning.
     """
 
     source: tuple[str, ...]
@@ -80,6 +81,7 @@ class _Asked:
     processor: str | None
     packing_buffer_size: int | None
     run: dict[str, Any]
+    after: str | None = None
 
     @property
     def for_model(self) -> bool:
@@ -246,9 +248,12 @@ def _of_run_folder(asked: _Asked) -> _Asked:
     if asked.keys:
         return replace(asked, source=(load("run", "configuration")(described, [*rest]).data.path,))
     saved = sorted(folders[0].glob("checkpoints/step-*.ckpt"))
+    after = None
     if asked.steps is not None:
-        saved = [path for path in saved if int(path.stem.partition("-")[2]) <= asked.steps.start]
-    return replace(asked, source=(*rest, *map(str, saved[-1:])), config=described)
+        before = [path for path in saved if int(path.stem.partition("-")[2]) <= asked.steps.start]
+        after = str(saved[0]) if saved and not before else None
+        saved = before
+    return replace(asked, source=(*rest, *map(str, saved[-1:])), config=described, after=after)
 
 
 def _check(asked: _Asked) -> None:
@@ -381,13 +386,18 @@ def _batches(
     files: list[str], spec: DatasetSpec, asked: _Asked, title: str, *, per_step: Callable[[int], int]
 ) -> _Shown:
     """Return what a run delivers in some steps; `per_step` gives the microbatches of a rank for a number of ranks."""
-    from energon_bridge.tools.preview.batches import delivered, next_step
+    from energon_bridge.tools.preview.batches import delivered, next_step, was_changed
     from energon_bridge.tools.preview.sample_source import SampleSource
 
     world_size = asked.run["world_size"]
     steps = asked.steps
     state, ranks = read_state(files, world_size) if files else (None, world_size or 1)
     _check_rank(asked.rank, ranks)
+    if asked.after and spec.kind == "train" and was_changed(spec, read_state([asked.after], None)[0]):
+        raise ConfigurationError(
+            f"the mix, its weights or bans changed before {asked.after}, and no older checkpoint is left to say what "
+            "the run saw until then: give a later step"
+        )
     saved = re.search(r"step-(\d+)\.ckpt$", files[0]) if steps and asked.config and len(files) == 1 else None
     if saved or steps is None:
         first = -(-next_step(spec, ranks, state) // per_step(ranks))

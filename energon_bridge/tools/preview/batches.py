@@ -17,6 +17,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.saved_run import State, read
+from energon_bridge.core.order.choose import blend_position
 from energon_bridge.core.order.topology import first_microbatch, step_of
 from energon_bridge.core.samples import Segment, field_names
 from energon_bridge.core.stream.state import BatchKey, RowKey, SampleKey, read_key
@@ -160,6 +161,18 @@ def _deliver(
                 yield number // per_step, batch, loader.ownership.num_lanes
     finally:
         loader.close()
+
+
+def was_changed(spec: DatasetSpec, state: State) -> bool:
+    """Return whether a run from its beginning is not the one of a state: its mix, weights or bans have changed."""
+    saved = read(state)
+    plan = plan_run(spec, spec.worker_config, saved.num_lanes)
+    if saved.bans or saved.changes or [row["identity"] for row in saved.leaves] != [x["identity"] for x in plan.table]:
+        return True
+    return any(
+        lane.origin or [*lane.leaf_draws] != blend_position(plan.leaves, plan.blend, number, lane.draw).leaf_draws
+        for number, lane in saved.lanes.items()
+    )
 
 
 def next_step(spec: DatasetSpec, world_size: int, state: State | None = None) -> int:

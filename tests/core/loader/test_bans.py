@@ -514,6 +514,8 @@ def test_a_run_of_which_nothing_is_left_ends(data: Path) -> None:
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "notepad.txt").write_bytes(b"\xef\xbb\xbf00003\r\n00007\r\n")
+    assert load_keys(tmp_path / "notepad.txt") == ["00003", "00007"]
     path = tmp_path / "withdrawn.txt"
     path.write_text("# asked for on Monday\n\n00003\n  dir/00011.x \r\n#00005\n00003\nsmile-ü\n", encoding="utf-8")
     assert load_keys(path) == load_keys(str(path)) == ["00003", "dir/00011.x", "smile-ü"]
