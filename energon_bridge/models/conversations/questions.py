@@ -526,8 +526,9 @@ def filled(
     right = pair[1] if pair is not None else _column(entry, (*_SAID, *_RIGHT), _is_plain)
     if right is None:
         raise SampleError(f"there is no answer to the question: {', '.join(entry)}")
-    if pair is None and _is_plain(entry.get(f"{right}_name")):  # of a number of a class
-        right = f"{right}_name"
+    names = (f"{right}_name", *(("category",) if right == "target" else ()))  # of the number of a class; of ESC-50
+    if pair is None:
+        right = next((name for name in names if _is_plain(entry.get(name))), right)
     columns = template_columns(template)
     texts = {}
     for column in columns:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -27,8 +28,8 @@ from energon_bridge.core.prepare.split import SplitRule, parse_ratio
 from energon_bridge.core.samples import CrudeSample, sample_type_by_name
 from energon_bridge.core.storage import open_store
 from energon_bridge.models.conversations.parts import Medium, medium_by_name
-from energon_bridge.models.conversations.questions import AnswersAs, template_columns
-from energon_bridge.models.conversations.turns import read_turns
+from energon_bridge.models.conversations.questions import AnswersAs, filled, template_columns
+from energon_bridge.models.conversations.turns import find_pair, read_turns
 from energon_bridge.models.conversations.withheld import first_held_out
 from energon_bridge.tools.cli.assistant import shorten
 from energon_bridge.tools.cli.output import count_of, format_bytes, json_option
@@ -288,16 +289,18 @@ def _layout(
                 f"{', '.join(sorted(columns))}."
             )
     proposed = source.propose()
+    text = None
     if of_rows.question is not None and fields and sample_type is None:
         sample_type = "VQASample"
     if of_rows.question is not None and sample_type is not None and not _is_crude(sample_type):
         fields = (*fields, f"context={of_rows.question}")
+        text = of_rows.question if of_rows.question not in columns else None
         of_rows = replace(of_rows, question=None)
     if of_rows.question is not None:
         of_rows = replace(of_rows, answers_as=of_rows.answers_as or answers_of(rows))
     if of_rows.ignored or of_rows.question:
         proposed = propose_layout([by_options(row, of_rows) for row in rows])
-    layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking)
+    layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking, text=text)
     if of_rows.question is not None and hasattr(source, "prompt"):
         raise ConfigurationError("--question is not for lists of speech: write the question about sounds as --prompt")
     if of_rows.question is not None and not layout.is_crude:  # by an answer to a question of ours
@@ -309,14 +312,21 @@ def _layout(
 
 
 def _chosen_layout(
-    source: Source, proposed: Layout, sample_type: str | None, fields: tuple[str, ...], *, asking: bool
+    source: Source,
+    proposed: Layout,
+    sample_type: str | None,
+    fields: tuple[str, ...],
+    *,
+    asking: bool,
+    text: str | None = None,
 ) -> Layout:
+    """Return a layout with the given type and fields; one that is `text` is that, not the name of a column."""
     name = sample_type or proposed.sample_type
     if sample_type is None and asking:
         name = click.prompt("Sample type", default=name)
     cls = sample_type_by_name(name)
     given = _given_fields(fields)
-    templates = {f"{field}_composed": text for field, text in given.items() if template_columns(text)}
+    templates = {f"{field}_composed": one for field, one in given.items() if one == text or template_columns(one)}
     given |= {field: f"{field}_composed" for field in given if f"{field}_composed" in templates}
     if _is_crude(name):
         return Layout(sample_type="CrudeSample", fields=given, bare=proposed.bare)
@@ -330,7 +340,8 @@ def _chosen_layout(
     wanted = {column.partition("[")[0] for column in chosen.values()}
     columns = {*files, *(column for row in rows for column in row.values)}
     if source.kind not in _KEPT:  # whose fields name parts
-        _check_columns({field: templates.get(access, access) for field, access in chosen.items()}, columns)
+        named = {field: templates.get(access, access) for field, access in chosen.items()}
+        _check_columns({field: one for field, one in named.items() if one != text}, columns)
     first_file = next((column for column in files if column in wanted), None)
     return replace(
         proposed,
@@ -391,6 +402,10 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             click.echo(
                 f"  to ask for {text}: list sounds in columns audio_filepath and text, as NeMo does, and give --prompt"
             )
+    if rows and layout.question is not None:
+        with suppress(SampleError):  # its sample says so
+            values = rows[0].values
+            click.echo(f"  answer from {filled(layout.question, values, find_pair(values), layout.answers_as)[1]}")
     looked_at = first_rows(source) if source.kind not in _KEPT else []
     if unused := unused_columns(looked_at, layout):
         click.echo(f"  not used: {', '.join(unused)}")

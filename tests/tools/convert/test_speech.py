@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from commands import answer, energon, output_of, refusal_of
 from delivered import delivered
+from PIL import Image
 
 pytest.importorskip("av")
 soundfile = pytest.importorskip("soundfile")
@@ -210,6 +211,24 @@ def test_sounds_that_are_asked_about_are_no_images(tmp_path: Path) -> None:
     texts = [one if isinstance(one, str) else one[-1]["text"] for one in (m["content"] for m in sample.messages)]
     assert texts == ["Is it loud?", "yes"]
     assert len(sample.audios) == 1
+
+
+def test_the_name_of_a_class_is_the_answer_and_said(tmp_path: Path) -> None:
+    """ESC-50's table."""
+    written(tmp_path / "a.wav", 1.0)
+    (tmp_path / "esc.csv").write_text("filename,fold,target,category\na.wav,1,0,dog\n")
+    told = convert(tmp_path / "esc.csv", tmp_path / "out", "--question", "What do you hear?")
+    assert "  answer from category\n" in told
+    (sample,) = delivered(tmp_path / "out")
+    assert "dog" in str(sample.messages[-1]["content"])
+
+
+def test_a_question_without_columns_beside_fields_is_a_text(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "x.csv").write_text("file_name,category\na.png,dog\n")
+    convert(tmp_path / "x.csv", tmp_path / "out", "--question", "What is it?", "--field", "answers=category")
+    (sample,) = delivered(tmp_path / "out")
+    assert (sample.context, sample.answers) == ("What is it?", ["dog"])
 
 
 @pytest.mark.parametrize("keys", [{"source_lang": "en", "target_lang": "de"}, {"taskname": "s2t_translation"}])
