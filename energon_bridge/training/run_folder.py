@@ -126,9 +126,21 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
             "and `which` cannot tell from the number of a step which samples it has",
             *(before.data.global_batch_size, config.data.global_batch_size),
         )
+    for name in _OF_SAMPLES:
+        if (was := getattr(before.data, name)) != (now := getattr(config.data, name)):
+            logger.warning(
+                "data.%s was %r, and is %r from here on: the samples are not those of before", name, was, now
+            )
     _say_other_schedule(before, config, run_dir)
     write_config(config, described)
     write_model_of_run(config, run_dir / "model")
+
+
+_OF_SAMPLES = (
+    *("seq_length", "chat_template", "system", "min_pixels", "max_pixels", "max_num_images", "max_num_frames"),
+    *("max_video_tokens", "video_sound", "max_sound_seconds"),
+)
+"""Settings of `data` that change what the model gets of a sample."""
 
 
 def _say_other_schedule(before: RunConfig, now: RunConfig, run_dir: Path) -> None:

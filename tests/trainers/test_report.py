@@ -10,6 +10,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -313,6 +314,12 @@ def test_looks_at_the_shares_are_bounded_and_added_up(tmp_path: Path) -> None:
     (_, first), (_, second) = shares_in(tmp_path / "report.html")
     assert np.allclose(first, 0.75, atol=1e-2)
     assert np.allclose(second, 0.25, atol=1e-2)
+    looks = [(step, {"a": 3 * step} | ({"b": step - 50} if step >= 50 else {})) for step in range(101)]
+    planned = tuple(replace(row, planned=share) for row, share in zip(rows, (75.0, 25.0), strict=True))
+    joined = RankSummary(rank=0, ranks=1, seconds=1.0, waited=0.0, datasets=planned, draws=tuple(looks))
+    write_report(tmp_path / "report.html", [joined], RunRecorder())
+    (chart,) = (chart for name, chart in Read(tmp_path / "report.html").charts.items() if name.startswith("share"))
+    assert [line["points"][0][0] for line in chart["lines"] if line["dashed"]] == [0, 50], "b joined the mix then"
 
 
 class Validated(Model):

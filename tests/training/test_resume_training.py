@@ -30,6 +30,7 @@ from energon_bridge.training.callbacks import list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config, write_config
 from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.run_folder import prepare_run_dir
 
 MAX_STEPS = 40
 NUM_TRAIN = 60  # 15 steps of 4 are an epoch
@@ -303,6 +304,15 @@ def test_another_global_batch_size_is_said_and_steps_are_not_named_wrongly(
     assert "is at step 15 of its run, but" in output
     assert "that of step 10:" in output  # 10 steps of 4 and 5 of 8
     output_of(*shown[:-1])
+
+
+def test_other_settings_of_samples_are_said(dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    prepare_run_dir(configuration(dataset, run), run, resume=False, overwrite=False)
+    prepare_run_dir(configuration(dataset, run), run, resume=True, overwrite=False)
+    assert "from here on" not in caplog.text
+    prepare_run_dir(configuration(dataset, run, "data.max_num_images=3"), run, resume=True, overwrite=False)
+    assert "data.max_num_images was None, and is 3 from here on" in caplog.text
 
 
 def test_steps_before_the_mix_changed_are_not_shown_by_the_mix_of_today(dataset: Path, tmp_path: Path) -> None:

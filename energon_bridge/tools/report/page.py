@@ -109,7 +109,7 @@ def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
         for number, (name, rows) in enumerate(zip(names, together, strict=True))
     ]
     columns = ("dataset", "planned", "delivered", "", "samples", "epochs", "skipped", "failed", "excluded")
-    said = "Planned: what the mix says, or, if its weights moved, what was drawn by them."
+    said = "Planned: what the mix says now, or, if its weights moved, what was drawn by them. Delivered: in all steps."
     return [_table(columns, lines, right=(1, 2, 4, 5, 6, 7, 8)), said, *_shares(ranks, names, hues)]
 
 
@@ -159,7 +159,8 @@ def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[in
         ]
         lines.append(_line(points, names[number], hue))
         if row.planned is not None:
-            ends = [(step, row.planned / 100) for step in (looks[0][0], looks[-1][0])]
+            begin = next((step for step, draws in looks if row.identity in draws), looks[0][0])  # it joined then
+            ends = [(step, row.planned / 100) for step in (begin, looks[-1][0])]
             lines.append(_line(ends, f"{names[number]}, planned", hue, dashed=True))
     return [
         _chart("share of the draws", lines, 0.0, 1.0, percent=True),
