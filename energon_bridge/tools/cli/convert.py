@@ -289,18 +289,18 @@ def _layout(
                 f"{', '.join(sorted(columns))}."
             )
     proposed = source.propose()
-    text = None
+    text = ""
     if of_rows.question is not None and fields and sample_type is None:
         sample_type = "VQASample"
     if of_rows.question is not None and sample_type is not None and not _is_crude(sample_type):
         fields = (*fields, f"context={of_rows.question}")
-        text = of_rows.question if of_rows.question not in columns else None
+        text = "" if of_rows.question in columns else of_rows.question
         of_rows = replace(of_rows, question=None)
     if of_rows.question is not None:
         of_rows = replace(of_rows, answers_as=of_rows.answers_as or answers_of(rows))
     if of_rows.ignored or of_rows.question:
         proposed = propose_layout([by_options(row, of_rows) for row in rows])
-    layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking, text=text)
+    layout = _chosen_layout(source, proposed, sample_type, fields, text, asking=asking)
     if of_rows.question is not None and hasattr(source, "prompt"):
         raise ConfigurationError("--question is not for lists of speech: write the question about sounds as --prompt")
     if of_rows.question is not None and not layout.is_crude:  # by an answer to a question of ours
@@ -312,13 +312,7 @@ def _layout(
 
 
 def _chosen_layout(
-    source: Source,
-    proposed: Layout,
-    sample_type: str | None,
-    fields: tuple[str, ...],
-    *,
-    asking: bool,
-    text: str | None = None,
+    source: Source, proposed: Layout, sample_type: str | None, fields: tuple[str, ...], text: str = "", *, asking: bool
 ) -> Layout:
     """Return a layout with the given type and fields; one that is `text` is that, not the name of a column."""
     name = sample_type or proposed.sample_type
@@ -340,8 +334,7 @@ def _chosen_layout(
     wanted = {column.partition("[")[0] for column in chosen.values()}
     columns = {*files, *(column for row in rows for column in row.values)}
     if source.kind not in _KEPT:  # whose fields name parts
-        named = {field: templates.get(access, access) for field, access in chosen.items()}
-        _check_columns({field: one for field, one in named.items() if one != text}, columns)
+        _check_columns({field: one for field, at in chosen.items() if (one := templates.get(at, at)) != text}, columns)
     first_file = next((column for column in files if column in wanted), None)
     return replace(
         proposed,

@@ -248,12 +248,10 @@ def _of_run_folder(asked: _Asked) -> _Asked:
     if asked.keys:
         return replace(asked, source=(load("run", "configuration")(described, [*rest]).data.path,))
     saved = sorted(folders[0].glob("checkpoints/step-*.ckpt"))
-    after = None
+    first = str(saved[0]) if saved else None
     if asked.steps is not None:
-        before = [path for path in saved if int(path.stem.partition("-")[2]) <= asked.steps.start]
-        after = str(saved[0]) if saved and not before else None
-        saved = before
-    return replace(asked, source=(*rest, *map(str, saved[-1:])), config=described, after=after)
+        saved = [path for path in saved if int(path.stem.partition("-")[2]) <= asked.steps.start]
+    return replace(asked, source=(*rest, *map(str, saved[-1:])), config=described, after=None if saved else first)
 
 
 def _check(asked: _Asked) -> None:

@@ -1,7 +1,6 @@
 """Rows of CSV and TSV files. A row that cannot be read ends before the next line that is a row by itself.
 
-Common Voice writes tabs between fields and no quotes around them: a quote is part of its text, and one at the beginning
-of a field would join all rows up to the next quote.
+Common Voice has no quotes around fields: one at the beginning of a text would join all rows up to the next quote.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ def _parsed(
     lines: Sequence[str], delimiter: str, columns: int, header: str
 ) -> Iterator[tuple[int, int, list[str] | str]]:
     """Yield the place of the first line of each row, of the one after its last, and its fields or what is wrong."""
-    names = header.split("|")
-    is_spaced = delimiter == "|" and all(name.startswith(" ") for name in names[1:])  # `image| comment`, of Flickr30k
+    names = header.split("|")[1:]
+    is_spaced = delimiter == "|" and all(name.startswith(" ") for name in names)  # `image| comment`, of Flickr30k
     first = 0
     while first < len(lines):
         start = first
         rest = (lines[at] for at in range(start, len(lines)))
         reader = csv.reader(rest, delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
         while first == start + reader.line_num:  # until a fault ends before the reader does
-            row: list[str] | str
+            row: list[str] | str | None
             try:
-                row = next(reader)
-            except StopIteration:
-                return
+                row = next(reader, None)
             except csv.Error as error:
                 row = (
                     f"cannot be read as {delimiter!r}-separated text: {error}. A field with a quote is between quotes, "
                     'and has the quote twice: "a ""b"" c".'
                 )
+            if row is None:
+                return
             end = start + reader.line_num
             more = range(first + 1, end)
             are_rows = [at for at in more if _is_row(lines[at], delimiter, columns)]

@@ -360,8 +360,7 @@ def _part_name(column: str, rest: str, bare: bool) -> str:
     return rest if bare and medium_by_name(f"x.{rest}") == medium_by_name(name) else name
 
 
-_MEDIA_OF = {"image": "image", "images": "image", "video": "video"}
-"""The media of fields by their names."""
+_MEDIA_OF = {"image": "image", "images": "image", "video": "video"}  # fields by their names
 
 
 def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
