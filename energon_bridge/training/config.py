@@ -399,6 +399,8 @@ class RunConfig:
 
     def _wrong(self) -> Iterator[str]:
         """Yield all that is wrong, a line for each."""
+        if "://" in self.run_dir:
+            yield f"run_dir={self.run_dir}: a run is written to a folder; name one that lasts, such as a mounted bucket"
         values = {name: attrgetter(name)(self) for name in (*_POSITIVE.split(), *_NOT_NEGATIVE, *_CHOICES)}
         wrong = [name for name in _POSITIVE.split() if values[name] is not None and values[name] < 1]
         for name in wrong:

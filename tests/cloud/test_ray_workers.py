@@ -31,6 +31,7 @@ from workers import expected_of, loader_of, wait_until
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
 from energon_bridge.cloud.ray import ray_engine
 from energon_bridge.core.errors import ConfigurationError, LoaderError
+from energon_bridge.tools.check.engines import RayShardEngine
 from energon_bridge.tools.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -497,7 +498,7 @@ def test_the_environment_chooses_what_is_not_chosen(monkeypatch: pytest.MonkeyPa
         ({"max_actors": 0}, "max_actors must be an integer above 0, got 0"),
         ({"min_actors": 3, "max_actors": 2}, r"min_actors \(3\) is more than max_actors \(2\)"),
         ({"silence_seconds": 0}, "silence_seconds must be a number of seconds above 0, got 0"),
-        ({"address": "127.0.0.1:1"}, "no Ray cluster at 127.0.0.1:1"),
+        ({"address": "127.0.0.1:1"}, r"no Ray cluster at 127.0.0.1:1: .* set RAY_AUTH_MODE=token"),
     ],
 )
 def test_options_are_checked(data: Path, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,6 +507,19 @@ def test_options_are_checked(data: Path, options: dict[str, Any], said: str, mon
         monkeypatch.setenv(f"RAY_gcs_rpc_server_{name}_timeout_s", "1")
     with pytest.raises(ConfigurationError, match=said):
         next(iter(loader_of(data, 1, worker_engine="ray", ray_options=options)))
+
+
+def test_commands_name_the_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def refused(**_: Any) -> None:
+        raise ConnectionError("InvalidAuthToken")
+
+    monkeypatch.setattr(ray, "init", refused)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigurationError, match=r"no Ray cluster at 10.0.0.1:6379: Inv.* set RAY_AUTH_MODE=token"):
+        RayShardEngine()
 
 
 def test_without_ray_the_extra_is_named(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ def test_unknown_keys_are_refused_with_the_nearest_match(override: str, nearest:
         ("data.balance=ranks", "data.balance must be 'none' or 'global_batch', got 'ranks'"),
         ("data.balance_patches=-1.0", "data.balance_patches must be at least 0, got -1"),
         ("data.balance_attention=0.1", "0.1 is a cost of batches, but nothing is balanced: set data.balance=glob"),
+        ("run_dir=s3://lake/runs", "run_dir=s3://lake/runs: a run is written to a folder"),
         ("data.packing_buffer_size=0", "data.packing_buffer_size must be at least 1, got 0"),
         ("data.packing_buffer_size=some", "data.packing_buffer_size must be int or null, got 'some'"),
         (

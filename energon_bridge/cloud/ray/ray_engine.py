@@ -93,6 +93,15 @@ def options_of(given: dict[str, Any] | None) -> dict[str, Any]:
     return options
 
 
+def no_cluster(address: str | None, reason: str) -> str:
+    """Return what is said if no Ray cluster answers at an address, or at RAY_ADDRESS."""
+    where = address or os.environ.get("RAY_ADDRESS") or "RAY_ADDRESS, which is not set"
+    return (
+        f"no Ray cluster at {where}: {reason}. If one runs there, and `ray start` said that token authentication is "
+        "on, set RAY_AUTH_MODE=token"
+    )
+
+
 class RelayProcess:
     """The relay of this process, as it sees it.
 
@@ -124,9 +133,8 @@ class RelayProcess:
         answer = self._next(None)
         if answer is None or answer[0] == "failed":
             self.close()
-            where = options["address"] or os.environ.get("RAY_ADDRESS") or "RAY_ADDRESS, which is not set"
             reason = f"exit code {self._process.wait()}" if answer is None else answer[1]
-            raise ConfigurationError(f"worker_engine='ray': no Ray cluster at {where}: {reason}")
+            raise ConfigurationError(f"worker_engine='ray': {no_cluster(options['address'], reason)}")
 
     def _next(self, seconds: float | None) -> tuple[Any, ...] | None:
         """Return the next answer; None if there is none within some seconds, or no relay any more."""

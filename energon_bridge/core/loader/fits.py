@@ -148,7 +148,13 @@ def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
                 weights = (row["share"] or "1 (the only dataset)" for row in (leaf, now[identity]))
                 lines.append(f"~ {_describe(leaf)}: weight {' is '.join(weights)} now")
         elif leaf["path"] in paths:
-            lines.append(f"- {_describe(leaf)}\n  + {_describe(paths.pop(leaf['path']))}: the content changed")
+            other = paths.pop(leaf["path"])
+            what = (
+                "the content changed"
+                if leaf["subset"] == other["subset"]
+                else "the content, or which samples of it are taken, changed"
+            )
+            lines.append(f"- {_describe(leaf)}\n  + {_describe(other)}: {what}")
         else:
             lines.append(f"- {_describe(leaf)}")
     return lines + [f"+ {_describe(leaf)}" for leaf in paths.values()]

@@ -41,7 +41,9 @@ class RayShardEngine:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigurationError(f"no Ray cluster at {address or 'RAY_ADDRESS'}: {error}") from error
+                from energon_bridge.cloud.ray.ray_engine import no_cluster
+
+                raise ConfigurationError(no_cluster(address, str(error))) from error
 
     def map_shards(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Generator[Result, None, None]:
         """Yield `function(item)` for every item, in order; a task whose process is lost runs again."""

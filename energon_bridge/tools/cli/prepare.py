@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,7 +26,7 @@ from energon_bridge.tools.check.dataset_yaml import (
     render_dataset_yaml,
 )
 from energon_bridge.tools.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
-from energon_bridge.tools.cli.output import count_of, json_option
+from energon_bridge.tools.cli.output import count_of, json_option, listed
 from energon_bridge.tools.cli.prepare_options import (
     choose_engine,
     chosen_task,
@@ -328,6 +329,9 @@ def _report(store: Store, prepared: Prepared, dataset_yaml_name: str) -> None:
         count = sum(prepared.shard_counts[shard] for shard in shards)
         click.echo(f"{part}: {count_of(count, 'sample')} in {count_of(len(shards), 'shard')}")
     click.echo(f"Found the part types {', '.join(prepared.part_names[:10])}{' ...' * (len(prepared.part_names) > 10)}.")
+    spelt = Counter(name.lower() for name in prepared.part_names)
+    if alike := [name for name in prepared.part_names if spelt[name.lower()] > 1]:
+        click.echo(f"Warning: {listed(alike)} are different parts: name all of them in field maps and cookers.")
     if not store.exists(meta_path(dataset_yaml_name)):
         click.echo(f"Write {store.url(meta_path(dataset_yaml_name))} before you load the dataset.")
     click.echo(f"Done: {_counted(prepared)}.")

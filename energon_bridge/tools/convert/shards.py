@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import socket
 import tarfile
@@ -228,7 +229,7 @@ class PartsFolder:
 
     def __init__(self, root: Path, *, lock: Literal["alone", "shared"] | None = None) -> None:
         store = open_store(root)
-        if not isinstance(store, LocalStore):
+        if not isinstance(store, LocalStore) or re.match(r"[a-z][\w+.-]+:/", str(root)):  # `Path` leaves one slash
             raise ConfigurationError(
                 f"{root}: shards can only be written to a local folder; write there, and copy it when it is done."
             )

@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 from array import array
@@ -90,6 +91,8 @@ def write_pages(
     Raises:
         ConfigurationError: The folder holds something else, or cannot be written.
     """
+    if re.match(r"[a-z][\w+.-]+:/", str(out)):  # `Path` leaves one slash
+        raise ConfigurationError(f"{out}: pages can only be written to a local folder; write there, and copy it")
     out = Path(os.path.realpath(out))
     if out.exists() and not _is_preview(out):
         raise ConfigurationError(

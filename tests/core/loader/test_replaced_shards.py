@@ -83,3 +83,17 @@ def test_other_bytes_are_prepared_and_resume_by_adapting(data: Path) -> None:
     texts = {key: text for batch in islice(loader, 60) for key, text in zip(batch.__key__, batch.text, strict=True)}
     assert {key for key, text in texts.items() if text == TEXT} == {*LOST[:-1]}
     assert texts.keys() >= {key for keys in following for key in keys} - {*LOST}
+
+
+def test_another_subset_is_said(tmp_path: Path) -> None:
+    text_dataset(tmp_path / "d", train=[20])
+
+    def loader(part: str) -> Any:
+        mix = tmp_path / "mix.yaml"
+        head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
+        mix.write_text(f"{head}    path: d\n    subset: {{range: {part}}}\n")
+        return get_savable_loader(train_dataset(mix))
+
+    state = loader("[0%, 50%]").save_state_rank()
+    with pytest.raises(DatasetMismatchError, match=r"10:20.*: the content, or which samples of it are taken, changed"):
+        loader("[50%, 100%]").restore_state_rank(state)

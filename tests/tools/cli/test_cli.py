@@ -150,6 +150,14 @@ def test_errors_are_one_message_and_exit_code_1(tmp_path: Path, command: str):
 # --- prepare with flags -------------------------------------------------------------------------------------------
 
 
+def test_prepare_names_parts_that_only_case_tells_apart(tmp_path: Path):
+    write_shard(tmp_path / "0.tar", {"a": {"jpg": picture(1), "txt": b"a"}, "b": {"JPG": picture(2), "txt": b"b"}})
+    flags = ["--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"]
+    output = output_of(*PREPARE, tmp_path, *flags, "--field-map", '{"image": "jpg,JPG", "caption": "txt"}')
+    assert "Warning: JPG and jpg are different parts: name all of them in field maps and cookers." in output
+    assert output_of("lint", tmp_path).endswith("All 2 samples load.\n")
+
+
 def test_prepare_from_flags_alone(tars: Path):
     flags = ["--split-ratio", "2,1,1", "--sample-type", "CaptioningSample", "--num-workers", 2]
     output = output_of(*PREPARE, tars, *flags, "--field-map", '{"image": "jpg,png", "caption": "json[caption]"}')

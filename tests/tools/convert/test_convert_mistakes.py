@@ -37,6 +37,8 @@ from sources import (
     write_pictures,
 )
 
+from energon_bridge import ShardWriter, TextSample
+from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.nvmeta import read_info
 from energon_bridge.core.storage import open_store
 
@@ -48,6 +50,17 @@ def test_the_wrong_media_folder_is_named_with_the_right_one(tmp_path):
     message = refused(source, tmp_path / "out")
     assert f"none of the 3 files named in the first rows exists, such as {tmp_path}/in/0/0.jpg" in message
     assert f"It is in {tmp_path}/in/images: pass --media {tmp_path}/in/images." in message
+
+
+@pytest.mark.parametrize("out", ["s3://lake/pics", "gs://lake/pics", "file:///lake/pics", "nowhere://pics"])
+def test_a_url_is_no_folder_to_write_to(tmp_path, monkeypatch, out):
+    source, flags, _ = llava(tmp_path / "in", 3)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "can only be written to a local folder; write there, and copy it" in refused(source, out, *flags)
+    with pytest.raises(ConfigurationError, match="can only be written to a local folder"):
+        ShardWriter(out, sample_type=TextSample)
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_a_missing_image_is_named_or_skipped(tmp_path):

@@ -583,6 +583,8 @@ def test_a_folder_of_something_else_is_left_alone(captions: Path, tmp_path: Path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     assert "exists but is not a preview" in refusal_of("preview", captions, "--html", tmp_path / "mine")
+    said = refusal_of("preview", captions, "--html", "s3://lake/look")
+    assert "pages can only be written to a local folder" in said
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["thesis.tex"]
     output = refusal_of("preview", captions, "--html", tmp_path / "mine" / "thesis.tex" / "out")
     assert f"{tmp_path / 'mine' / 'thesis.tex' / 'out'}: cannot write the pages" in output
