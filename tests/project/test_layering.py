@@ -47,7 +47,7 @@ BUDGETS = {
     "cloud": 3_450,
     "models": 11_900,
     "trainers": 4_750,
-    "tools": 14_600,
+    "tools": 15_000,
     "compat": 2_560,
     "training": 3_060,
 }
