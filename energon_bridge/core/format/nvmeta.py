@@ -327,12 +327,15 @@ def not_prepared(root: str) -> NotPreparedError:
             f"{root}: is not finished, since what wrote it was stopped. Run it again with the same source and options: "
             "`energon convert` continues where it was."
         )
+    kinds = (
+        "parquet or arrow files; copy others here first" if "://" in root else "pictures, JSON, CSV or parquet files"
+    )
     far = ""
     if root.startswith(("http://", "https://")):
         far = " A web server cannot list its files, so parquet files there are given by their own URLs."
     return NotPreparedError(
         f"{root}: not prepared ({meta_path(INFO_JSON)} is missing). Run `energon prepare {root}` if it holds tars, or "
-        f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files.{far}"
+        f"`energon convert {root} OUT` if it holds {kinds}.{far}"
     )
 
 

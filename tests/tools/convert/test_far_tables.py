@@ -210,7 +210,8 @@ def test_what_is_not_there_is_named(url: str) -> None:
 
 
 def test_a_folder_of_a_web_server_cannot_be_listed(server: ObjectServer) -> None:
-    with pytest.raises(NotPreparedError, match=r"/parquet.*A web server cannot list its files"):
+    said = r"/parquet.* if it holds parquet or arrow files; copy others here first\. A web server cannot list its files"
+    with pytest.raises(NotPreparedError, match=said):
         trained(f"{server.url}/parquet")
 
 
