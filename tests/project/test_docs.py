@@ -198,7 +198,7 @@ SECTIONS["data"] |= data_settings().keys()
 NOT_OURS = {
     *("examples/multimodal", "configs/NAME.yaml", "configs/tiny/NAME.yaml"),  # Megatron-LM's; any of them
     *("data.data_sampler", "data.state_dict", "feedback.changes", "train.restore_state"),  # of objects
-    *("train.py"),
+    "train.py",
 }
 
 
