@@ -401,7 +401,9 @@ def _check_marks(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None:
         )
 
 
-_OF_OBJECTS = frozenset(("object", "bbox", "box", "boxe", "region", "annotation", "mask", "point", "polygon"))
+_OF_OBJECTS = frozenset(
+    ("object", "bbox", "bboxes", "box", "boxes", "region", "annotation", "mask", "point", "polygon")
+)
 _MARK = re.compile(r"<(?:ref-object|bbox|bboxes|box|boxes|points?|(?:region|mask|obj|object)s?[ _-]?\d*)>")
 _CLOSED = re.compile(r"</(?:bbox|box|points?|region|mask|obj|object)>")  # around the numbers themselves
 
