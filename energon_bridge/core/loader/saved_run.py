@@ -160,6 +160,11 @@ class SavedRun:
         """The lanes that share each packing buffer, and count the same draws."""
         return self.num_lanes // (self.settings.get("packing_buffers") or self.num_lanes or 1) or 1
 
+    @property
+    def held(self) -> int:
+        """The samples that were drawn and are not delivered yet; lanes that share a buffer hold the same ones."""
+        return len(np.unique(BufferedRefs.joined([lane.held for lane in self.lanes.values()]).members, axis=0))
+
 
 # Writing -------------------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from energon_bridge.core.loader.fits import diff_leaves
 from energon_bridge.core.loader.saved_run import COUNTED, SavedRun, State, leaf_rows, read
-from energon_bridge.core.stream.state import COUNTERS, BufferedRefs
+from energon_bridge.core.stream.state import COUNTERS
 
 _RUN_SETTINGS = ("kind", "num_lanes")
 
@@ -34,7 +32,7 @@ def _summary(state: State, saved: SavedRun) -> State:
         "epoch": state["epoch"],
         "epoch_steps": state["epoch_steps"],
         "draws": sum(lane.draw for lane in lanes.values()) // saved.sharers if endless else None,
-        "held": len(np.unique(BufferedRefs.joined([lane.held for lane in lanes.values()]).members, axis=0)),
+        "held": saved.held,
         "out": None if saved.out is None else dict(zip(COUNTED, (len(saved.out.rows), *saved.out.counts), strict=True)),
         "totals": {name: sum(row[name] for row in rows) for name in COUNTERS},
         "missing_lanes": missing,

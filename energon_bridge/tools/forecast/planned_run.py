@@ -115,13 +115,13 @@ def run_of_state(
     saved = read(state)
     settings = saved.settings
     lanes = saved.lanes
-    held = sum(len(lane.held.rows) for lane in lanes.values())
+    held = saved.held
     if any(name in settings for name in ("packing_buffer_size", "grouped", "max_tokens_per_microbatch")) or held:
         raise ConfigurationError(
             "cannot name the samples of a step without reading data: the task encoder packs, groups or yields "
             "several batches, so the content of samples decides which share a microbatch"
             + ". `energon preview` with --config or --encoder lets the run deliver it"
-            + (f" (drawn and not delivered yet: {held} rows)" if held else "")
+            + (f" (drawn and not delivered yet: {held} samples)" if held else "")
         )
     spec = spec_of_state(
         saved,

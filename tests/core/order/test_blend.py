@@ -150,6 +150,7 @@ def test_turns_of_buckets_are_counted_as_they_come(buckets: list[tuple[int, int]
     blend = BucketBlend(
         names=tuple(map(str, rows)),
         rows=rows,
+        takes=tuple(map(Fraction, rows)),
         of_leaf=tuple(range(len(rows))),
         weights=tuple(weight / sum(weights) for weight in weights),
         num_lanes=4,

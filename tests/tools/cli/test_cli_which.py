@@ -302,7 +302,7 @@ def test_what_the_content_of_samples_decides_is_refused(data: Path, tmp_path: Pa
     (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
     held = answer("checkpoint", "show", tmp_path / "state.json")["held"]
     assert held > 0
-    assert f"not delivered yet: {held} rows" in refusal_of("which", tmp_path / "state.json", "--step", 40)
+    assert f"not delivered yet: {held} samples" in refusal_of("which", tmp_path / "state.json", "--step", 40)
 
 
 def _refuse(*_: Any, **__: Any) -> None:
