@@ -58,7 +58,7 @@ _RIVALS = 3
 _EXPIRED_SECONDS = 15.0
 """How long a process that has read before waits for new credentials if they are renewed late."""
 _TOLD_SECONDS, _TOLD_AGAIN = 5.0, 60.0
-"""How long a piece is waited for before that is said, and how long nothing more is said then."""
+"""Seconds of waiting for a piece before the first warning, and between warnings."""
 _CHUNK = 256 << 10
 _HOPS = 6
 _ERROR_BYTES = 4096
@@ -404,18 +404,18 @@ class Client:
         for rival in rivals:
             self._start(rival)
         for call in late:
-            self._tell(call, "no whole answer yet")
+            self._tell(call, "no complete answer yet")
         return len(late)
 
     def _tell(self, call: _Call, why: str) -> None:
-        """Warn of a piece that has been waited for for some seconds, at most once a minute."""
+        """Warn, at most once a minute, of a piece that has been awaited for some seconds."""
         now = time.monotonic()
         with self._lock:
             if now - call.since < _TOLD_SECONDS or now < self._tell_at:
                 return
             self._tell_at = now + _TOLD_AGAIN
         logger.warning(
-            "waiting for %s: %s (%.0f s for one piece of a file, of at most %.0f; %d requests failed)",
+            "waiting for %s: %s (%.0f s for one range of a file, at most %.0f s; %d requests failed)",
             call.server.rpartition("@")[2] or "a server",
             why,
             now - call.since,

@@ -39,7 +39,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.storage.store import MADE
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 BLOCK = 1 << 20
@@ -321,8 +321,8 @@ class NodeCache:
                 os.unlink(writing)
             if not self._told:
                 self._told = True
-                _log.warning(
-                    "the node cache %s takes nothing: %s. So the same bytes are asked of the server again. Make room, "
+                logger.warning(
+                    "the node cache %s cannot be written: %s. Each block is fetched from the server again. Make room, "
                     "or set ENERGON_CACHE_DIR to a folder that can be written",
                     self.folder,
                     error,

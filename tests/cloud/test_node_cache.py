@@ -166,7 +166,7 @@ def test_a_disk_that_takes_nothing(
 ) -> None:
     cache.write_bytes(b"a file in the way")
     read_much(server.url, 1, 3)
-    assert caplog.text.count(f"the node cache {cache}/v2 takes nothing: [Errno 20] Not a directory") == 1
+    assert caplog.text.count(f"the node cache {cache}/v2 cannot be written: [Errno 20] Not a directory") == 1
     cache.unlink()
     forget()
 
@@ -176,7 +176,7 @@ def test_a_disk_that_takes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("energon_bridge.cloud.node_cache.os.replace", full)
         read_much(server.url, 1, 3)
-    assert caplog.text.count(f"the node cache {cache}/v2 takes nothing: [Errno 28] No space left on device") == 1
+    assert caplog.text.count(f"the node cache {cache}/v2 cannot be written: [Errno 28] No space left on device") == 1
     assert not list(cache.rglob("*.writing")) + list(cache.rglob("*.claim")) + blocks_in(cache)
 
 

@@ -208,7 +208,7 @@ def test_a_server_that_never_answers_is_given_up(server: ObjectServer, quick: No
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"), [("503", "HTTP 503 "), ("reset", "no answer: "), ("stall", "no whole answer yet ")]
+    ("fault", "why"), [("503", "HTTP 503 "), ("reset", "no answer: "), ("stall", "no complete answer yet ")]
 )
 def test_a_store_that_makes_a_run_wait_is_named_once_a_minute(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, why: str

@@ -247,8 +247,8 @@ def newly_banned(saved: SavedRun, banned: Mapping[str, LeafBans], leaves: Sequen
     new = {leaf.dataset.path: banned[leaf.identity].samples.size for leaf in leaves if leaf.identity in banned}
     known = {leaf.dataset.path for leaf in leaves if not before.isdisjoint((leaf.dataset.path, leaf.identity))}
     return [
-        f"{path}: {count} of its samples are banned, too: keys that were banned in other datasets are theirs. If these "
-        "are other samples, write this dataset with other keys."
+        f"{path}: {count} of its samples are banned, too: they have keys that were banned in other datasets. If "
+        "they are other samples, write this dataset with other keys."
         for path, count in new.items()
         if path not in known
     ]

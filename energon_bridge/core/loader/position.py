@@ -312,9 +312,9 @@ class Position(ABC):
             if saved.sharers > 1:
                 logger.log(
                     level,
-                    "its lanes share packing buffers, and stand at different packs of them, which the change makes "
-                    "others: some samples repeat and others are missed. A run with fewer lanes or a smaller "
-                    "packing_buffer_size shares none",
+                    "its lanes share packing buffers and are at different packs in them; the change makes other packs, "
+                    "so some samples repeat and others are missed. With fewer lanes or a smaller packing_buffer_size "
+                    "none are shared",
                 )
             if changes:
                 logger.log(level, "earlier changes by set_weights do not apply to the new mix and are dropped")

@@ -218,8 +218,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         A sample counts when its microbatch is delivered, not when a worker has made it. A state keeps the counters, and
         `seek` clears them. From a state of all ranks rank 0 continues the sum of their counters, the other ranks begin
         at 0: so sums over the ranks are those of the run. `draws` and `epochs` are of the lanes of this rank.
-        Where lanes share packing buffers, what a buffer loses counts at once, its draws by the share of the lanes that
-        have come to them: at first, `errors` and `skipped` are ahead of `draws`.
+        Where lanes share packing buffers, losses of a buffer count at once, and its draws as each lane takes its packs:
+        at first, `errors` and `skipped` run ahead of `draws`.
 
         Returns:
             Per leaf: `path`, `num_samples`; `draws`, `epochs` (draws / num_samples); `samples` delivered; `skipped`,

@@ -223,7 +223,7 @@ class SharedBuffers:
         if buffers and not self._warned:
             self._warned = True
             logger.warning(
-                "lanes that share a packing buffer come to different packs: since the state was saved, the mix has "
+                "lanes that share a packing buffer disagree about its packs: since the state was saved, the mix has "
                 "changed (on_mismatch='adapt'), or select_samples_to_pack chooses differently. So some samples repeat "
                 "and others are missed. Resume with the mix and the encoder that saved it, or start a new run"
             )

@@ -86,7 +86,7 @@ class Buckets:
     batches: Fraction
 
     def smaller(self, microbatches: int, buffers: int) -> tuple[str, ...]:
-        """Return a complaint about each bucket with fewer samples than a global batch, or all its buffers, take.
+        """Return a warning for each bucket with fewer samples than a global batch, or all its buffers, take.
 
         Args:
             microbatches: Those of a global batch.
@@ -141,8 +141,8 @@ class Buckets:
         better = {self.names[one]: round(float(drawn[one] / microbatches[one]), 2) for one in numbers}
         return (
             f"group_by: packs take other numbers of samples than bucket_batch_size says, so samples come more or less "
-            f"often than their share of the data: {said}. To level that, set bucket_batch_size={better} in a new run, "
-            f"or resume this one with it and on_mismatch='adapt'{called('on_mismatch')}"
+            f"often than their share of the data: {said}. To correct that, set bucket_batch_size={better} in a new "
+            f"run, or resume this one with it and on_mismatch='adapt'{called('on_mismatch')}"
         )
 
     def num_lanes(self, lanes: int | None, *, ranks: int, group: int | None) -> int:

@@ -165,7 +165,7 @@ def test_other_packs_at_a_resume_are_told(shared: bool, folder: Path, caplog: py
         resumed.restore_state_rank(state)
         with caplog.at_level(logging.WARNING):
             assert len([*islice(resumed, 60)]) == 60
-        assert ("lanes that share a packing buffer come to different packs" in caplog.text) is is_told
+        assert ("lanes that share a packing buffer disagree about its packs" in caplog.text) is is_told
 
 
 @pytest.mark.parametrize("shared", [True, False])
