@@ -7,6 +7,7 @@ import re
 import sys
 import wave
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,7 @@ NO_SPANS: list[dict[str, Any]] = [
     {"segments": [{"start": 0, "end": 1, "text": "hello there"}], "words": [{"start": 0, "end": 1, "word": "hello"}]},
     {"answer_span": [1, 2], "scores": [0.1, 0.7], "ratings": [3, 5], "char_start": 3, "char_end": 9},
     {"start": None, "end": None, "clip": "", "offset": 0, "span": "first half", "years": "1990-1995"},
-    {"image_sizes": [[24, 32]], "versions": [1, 2], "start_page": 3, "end_page": 9, "min_frames": 4, "max_frames": 8},
+    {"image_sizes": [[24, 32]], "versions": [1, 2], "start_page": 3, "end_page": 9},
     {"speakers": [1, 3], "categories": [2, 7], "gps": [12.5, 45.5], "topic": [1, 4], "wh": [320, 480]},
     {"points": [[1, 2], [3, 4]], "video_metadata": {"frames_indices": [0, 30], "fps": 25}, "info": '{"id": [1]}'},
 ]
@@ -259,12 +260,15 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"weight": 0.5}, "red.png"),
     ({"sample_weight": 2.5}, "a.wav"),
     ({"label": 0}, "red.png"),
+    ({"fps": 2}, "film.mp4"),
+    ({"nframes": 8}, "film.mp4"),
 ]
 NO_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"rotation": 0, "flip": False, "hflip": "none", "weight": 1, "label": 1}, "red.png"),
     ({"rotation": [0.1, 0.2, 0.3], "weight": 72.5, "speed": 34, "loss": 0.7}, "film.mp4"),
     ({"rotation": 90, "label": "cat"}, "a.wav"),  # of what is said, perhaps
     ({"speed": 1.1}, "red.png"),
+    ({"fps": 2, "max_frames": 8, "total_pixels": 99}, "red.png"),
 ]
 
 
@@ -285,6 +289,83 @@ def test_what_would_change_a_medium_or_its_weight_is_named_once(
         assert [*said.images, *said.videos, *said.audios] == ["file"]
     names = [name for name in beside if (beside, file) in CHANGES]
     assert [message.partition(" of a sample")[0] for message in caplog.messages] == [f"`{name}`" for name in names]
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_frames": 4}, "film.mp4"),
+    ({"min_frames": 2, "max_frames": "4", "max_pixels": 3136}, "film.mp4"),
+    ({"min_pixels": 784, "max_pixels": 3136}, "red.png"),
+    ({"resized_height": 56, "resized_width": 28}, "red.png"),
+]
+
+
+@pytest.mark.parametrize(("beside", "file"), OPTIONS, ids=str)
+def test_options_beside_turns_are_those_of_a_part(beside: dict[str, Any], file: str) -> None:
+    """As the same keys in the part of the medium are read; a part's own go before those beside."""
+    kind = "video" if file == "film.mp4" else "image"
+    (there,) = _media_with({"__key__": "a", "json": llava(f"<{kind}>\ncolor?", **beside), file: "file"})
+    (wanted,) = _media_with({"__key__": "a", "json": asked({"type": kind, **beside}, TEXT), file: "file"})
+    assert there.options == wanted.options
+    part = {"type": kind, "max_pixels": 1568}
+    (both,) = _media_with({"__key__": "a", "json": asked(part, TEXT, **beside), file: "file"})
+    assert both.options == replace(wanted.options, max_pixels=1568)
+
+
+def _media_with(sample: dict[str, Any]) -> list[Any]:
+    said = read_conversation(cook_conversation(sample))
+    return [*said.images, *said.videos]
+
+
+def test_options_beside_turns_and_a_segment_go_together() -> None:
+    entry = llava("<video>\ncolor?", start=0.5, end=1.5, max_frames=4)
+    (made,) = _media_with({"__key__": "a", "json": entry, "film.mp4": "file"})
+    assert (made.options.begin, made.options.end, made.options.max_frames) == (0.5, 1.5, 4)
+
+
+def test_options_that_cannot_be_honoured_are_refused(tmp_path: Path, media: Path) -> None:
+    for beside in ({"max_pixels": 0}, {"resized_height": 28}, {"min_pixels": "many"}):
+        with pytest.raises(SampleError, match=next(iter(beside))):
+            cook_conversation({"__key__": "a", "json": llava("<image>\ncolor?", **beside), "red.png": "file"})
+    both = llava("<image><video>\ncolor?", max_pixels=3136)
+    with pytest.raises(SampleError, match="may be that of images or of videos"):
+        cook_conversation({"__key__": "a", "json": both, "red.png": "file", "film.mp4": "file"})
+    typed = {"image": "red.png", "question": "color?", "answer": "red", "max_pixels": 3136}
+    flags = ("--media", media, "--sample-type", "VQASample", "--field", "context=question", "--field", "answers=answer")
+    assert "image options, which a VQASample has not" in refused(listed(tmp_path, typed), tmp_path / "out", *flags)
+    out = converted(listed(tmp_path, typed), tmp_path / "out", "--media", media, *ALL_TRAIN)
+    assert [made.options.max_pixels for made in _of_folder(out)] == [3136]
+
+
+def _of_folder(path: Path) -> list[Any]:
+    workers = WorkerConfig(num_workers=0)
+    dataset = get_val_dataset(path, split_part="train", batch_size=1, worker_config=workers, task_encoder=Spoken())
+    return [image for batch in get_loader(dataset) for said in batch for image in said.images]
+
+
+@pytest.mark.parametrize(
+    ("beside", "name"),
+    [
+        ({"tile_index": 2}, "tile_index"),
+        ({"image_index": 1}, "image_index"),
+        ({"target_image_idx": [0]}, "target_image_idx"),
+    ],
+)
+def test_one_of_several_files_or_tiles_is_never_guessed(
+    beside: dict[str, Any], name: str, tmp_path: Path, media: Path
+) -> None:
+    entry = talk("color?", images=["red.png", "blue.png"], **beside)
+    assert f"`{name}` is" in refused(listed(tmp_path, entry), tmp_path / "out", "--media", media)
+    parts = {"0.red.png": "red", "1.blue.png": "blue"}
+    with pytest.raises(SampleError, match=f"`{name}` is .* --ignore {name}"):
+        cook_conversation({"__key__": "a", "json": talk("color?", **beside), **parts})
+    for known in ({"image_index": 1234}, {"image_index": [0, 1]}, {"image_index": 1, "images": ["red.png"]}):
+        converted(
+            listed(tmp_path, {**entry, name: None, **known}),
+            tmp_path / str(len(str(known))),
+            "--media",
+            media,
+            *ALL_TRAIN,
+        )
 
 
 def test_a_turn_that_the_texts_say_is_an_answer(

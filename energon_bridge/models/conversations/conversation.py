@@ -21,7 +21,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -41,7 +41,7 @@ from energon_bridge.models.conversations.parts import (
     part_kind,
     part_text,
 )
-from energon_bridge.models.conversations.segments import MediaOptions, entry_segments, part_options
+from energon_bridge.models.conversations.segments import MediaOptions, entry_options, entry_segments, part_options
 from energon_bridge.models.conversations.templates import parsed
 from energon_bridge.models.conversations.turn_media import mismatch, placed
 from energon_bridge.models.conversations.turns import (
@@ -282,15 +282,18 @@ class MediaWithOptions:
 def with_segments(
     entry: Mapping[str, Any], media: Mapping[Kind, list[Any]], extensions: Iterable[str] = ()
 ) -> dict[Kind, list[Any]]:
-    """Return the media of an entry, cut as its fields say (`clip`, `start` and `end`, …). Raises SampleError.
+    """Return the media of an entry, cut and limited as its fields say (`clip`, `max_frames`, …). Raises SampleError.
 
     `extensions` are those of its files.
     """
-    found = entry_segments(entry, {kind: len(values) for kind, values in media.items()}, extensions)
+    there = {kind: len(values) for kind, values in media.items()}
+    found = entry_segments(entry, there, extensions)
+    for_all = entry_options(entry, there)
+    made = {kind: [_with_options(value, for_all.get(kind)) for value in values] for kind, values in media.items()}
     if found is None:
-        return dict(media)
+        return made
     kind, segments = found
-    return {**media, kind: [_with_options(value, one) for value, one in zip(media[kind], segments, strict=True)]}
+    return {**made, kind: [_with_options(value, one) for value, one in zip(made[kind], segments, strict=True)]}
 
 
 def _with_options(value: Any, options: MediaOptions | None) -> Any:
@@ -300,8 +303,11 @@ def _with_options(value: Any, options: MediaOptions | None) -> Any:
         return MediaWithOptions(value, options)
     if value.options.is_segment and options.is_segment:
         raise SampleError("a part of a message gives a segment, and so does the entry: give one of them")
-    given = value.options if value.options.is_segment else options
-    return replace(value, options=replace(options, begin=given.begin, end=given.end))
+    said = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in ("begin", "end")}
+    given = {name: number for name, number in said.items() if number is not None}
+    if options.is_segment:
+        given |= {"begin": options.begin, "end": options.end}
+    return replace(value, options=replace(value.options, **given))
 
 
 def list_images(value: Any) -> list[Any]:

@@ -7,7 +7,9 @@ The forms are those that training on these sets uses: dolly's context stands beh
 does; choices and hints as LLaVA writes MMBench, AI2D, MMMU and ScienceQA. With choices, the letter of the right one is
 learned, whether a list has the letter, the text, or a number; whether numbers count from 0 or 1 is never guessed.
 
-A text in any other column may belong to the question, too: `unknown_texts` names it.
+Beside turns, the text of a video's or recording's sound (`_OF_SOUNDS`) is one of a question, unless a turn says it.
+A `unit` may be that of the answer. A text in any other column may belong to the question, too: `unknown_texts` names
+it.
 """
 
 from __future__ import annotations
@@ -108,8 +110,13 @@ _ENDINGS = re.compile(
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _ANY_LETTER = re.compile(r"[^\W\d_]")
-_NEVER_NAMES = ("premise", "hypothesis", "claim", "statement", "scenario", "situation")
-"""Columns of texts that a question is about, however short."""
+_NEVER_NAMES = ("premise", "hypothesis", "claim", "statement", "scenario", "situation", "unit", "units")
+"""Columns of texts that a question is about, or of the unit of its answer, however short."""
+_OF_SOUNDS = re.compile(
+    r"(?:(?:video|audio|speech|asr|whisper|full|auto)_)*(?:asr|transcripts?|transcriptions?|subtitles?|narrations?"
+    r"|closed_captions?)(?:_(?:texts?|en))?"
+)
+"""Columns of what is said in a video or sound."""
 _WORDS = 4
 """A text of fewer may be the name of a category."""
 
@@ -293,7 +300,17 @@ def first_answer(value: Any) -> str | None:
 
 
 def doubt_of_answer(entry: Mapping[str, Any], pair: Sequence[str]) -> str | None:
-    """Return the complaint about a question and its answer whose `label` is 0: WikiQA's wrong answers; else None."""
+    """Return the complaint about a question and its answer that may be wrong, or one of several; else None.
+
+    WikiQA's wrong answers have a `label` of 0. A list of answers that is text may be that of annotators, or the answer.
+    """
+    answer = entry.get(pair[1])
+    if pair[1] == "answer" and isinstance(answer, str) and texts_of(answer) and not _asks_list(entry.get(pair[0])):
+        return (
+            f"`answer` is a list in a text ({answer[:100]!r}), and would be learned with its brackets. If one of these "
+            "is to be learned, call the column answers; for the text as it is, convert the list with --sample-type "
+            f"CrudeSample --question '{{{pair[0]}}}'"
+        )
     value = entry.get("label")
     if isinstance(value, bool) or str(value) not in ("0", "0.0") or "label" in pair:
         return None
@@ -304,6 +321,13 @@ def doubt_of_answer(entry: Mapping[str, Any], pair: Sequence[str]) -> str | None
         f"`label` is {value!r} beside `{pair[0]}` and `{pair[1]}`, so the answer may be wrong: leave such rows out; if "
         "it says something else, convert the list with --ignore label"
     )
+
+
+def _asks_list(question: Any) -> bool:
+    return not isinstance(question, str) or _ASKS_LIST.search(question) is not None
+
+
+_ASKS_LIST = re.compile(r"\blists?\b|\barrays?\b|json|python|\bprint|列表|数组", re.IGNORECASE)
 
 
 def is_unanswered(entry: Mapping[str, Any]) -> bool:
@@ -643,14 +667,26 @@ def not_said(entry: Mapping[str, Any], said: Sequence[Any]) -> list[str]:
     Ids, paths and URLs are no such texts, nor are settings (`options: {"temperature": 0, "stop": ["."]}`).
     """
     names = _named(tuple(entry))
-    if not (names.contexts or names.choices or names.series):
+    heard = [name for name in names.unknown if _OF_SOUNDS.fullmatch(name.lower())]
+    if not (names.contexts or names.choices or names.series or heard):
         return []
     texts = {name: [one for one in texts_in(entry[name]) if not _is_id(one)] for name in names.contexts}
     lists = [{name: entry[name]} for name in names.choices if not _are_settings(entry[name])]
     for columns in (*lists, {name: entry[name] for name, *_ in names.series}):
         texts |= _choices_in(columns)
     whole = "\n".join(text for one in said for text in texts_in(one))
-    return [name for name, of in texts.items() if not all(text in whole for text in of)]
+    lost = [name for name, of in texts.items() if not all(text in whole for text in of)]
+    words = _spoken(whole)
+    return [*lost, *(name for name in heard if not _are_in(words, entry[name]))]
+
+
+def _are_in(words: str, value: Any) -> bool:
+    return is_missing(value) or all(_spoken(one) in words for one in texts_in(value))
+
+
+def _spoken(text: str) -> str:
+    """Return a text without capitals and punctuation, which transcripts may lack."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
 
 
 def _choices_in(columns: Mapping[str, Any]) -> dict[str, list[str]]:

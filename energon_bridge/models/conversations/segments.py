@@ -5,6 +5,8 @@
     fps, nframes, min_frames, max_frames                                                       frames of a video
     min_pixels, max_pixels, total_pixels, resized_height, resized_width                        the size of its pictures
 
+In an entry, fps and nframes may be what its file has: a warning names them, and frames are taken by those of parts.
+
 A segment has what is shown or heard from its begin on and before its end. In an entry it is that of its video, or of
 its sound if it has no video; `clips` and `segments` give one for each of several. `Start Time` is `start_time`.
 
@@ -18,6 +20,7 @@ So is another part of a file, which is never cut out:
     frame_indices: [8, 16], frame_idx: 8                                                   beside a video, a GIF
     channel: 1                                                                             beside a sound
     page: 2                                                                                beside a TIFF
+    tile_index: 2; image_index: 1                                                          beside an image; several
 
 One `bbox` beside a caption or a question may be what that is about, or its answer: a warning names it. So it does what
 would change a medium or how much its sample counts (`rotation`, `flip`, `speed`, a `weight` of 0.5), which is not
@@ -124,7 +127,7 @@ _LATEST_SECONDS = 1e7
 _LONGEST_TEXT = 10_000
 """Longer JSON is no segment, but a transcript or a conversation."""
 _PIXELS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-_FRAMES = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
+_FRAMES = ("fps", "nframes", *(_OF_VIDEOS := ("min_frames", "max_frames", "total_pixels")))
 
 
 _MOMENT = re.compile(
@@ -166,6 +169,11 @@ def is_option(name: str, kind: Medium) -> bool:
     if kind == "image":
         return name in _PIXELS
     return (kind == "video" and (name in _PIXELS or name in _FRAMES)) or segment_meaning(name) not in (None, "frames")
+
+
+def is_used_option(name: str) -> bool:
+    """Return whether a field of an entry may limit its media: to a segment, a number of frames, a size."""
+    return name in _PIXELS or name in _OF_VIDEOS or segment_meaning(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +222,23 @@ def part_options(part: Mapping[str, Any], kind: Medium) -> MediaOptions | None:
         raise SampleError("a part of a message has one of resized_height and resized_width: give both")
     assert {*numbers} <= {entry.name for entry in fields(MediaOptions)}
     return MediaOptions(begin=begin, end=end, **numbers)
+
+
+def entry_options(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> dict[Medium, MediaOptions]:
+    """Return the options that the fields of an entry give to its images or videos: the number of frames, their size.
+
+    Raises:
+        SampleError: They are not understood, or may be those of images as well as of videos.
+    """
+    of_video = bool(there.get("video"))
+    kind: Medium | None = "video" if of_video else "image" if there.get("image") else None
+    names = (*_PIXELS, *(_OF_VIDEOS if of_video else ())) if kind else ()
+    given = {name: value for name in names if not _is_missing(value := entry.get(name))}
+    sizes = [name for name in given if name in _PIXELS]
+    if of_video and there.get("image") and sizes:
+        raise SampleError(f"`{sizes[0]}` may be that of images or of videos: write it into the parts of those")
+    options = part_options(given, kind) if kind and given else None
+    return {} if kind is None or options is None else {kind: options}
 
 
 def entry_segments(
@@ -298,7 +323,7 @@ def check_unseen(said: Mapping[str, Any], what: str) -> None:
 
 # Parts that are never cut out -----------------------------------------------------------------------------------------
 
-_Part = Literal["region", "box", "frame", "page", "channel"]
+_Part = Literal["region", "box", "frame", "page", "channel", "tile", "choice"]
 _REGIONS = frozenset(("crop", "roi", "region"))
 _BOXES = frozenset(("bbox", "box", "bndbox", "rect", "rectangle"))
 _OF_REGIONS = _BOXES | {"xyxy", "xywh", "coord", "coordinate", "image", "img", "bounding", "norm", "target"}
@@ -316,6 +341,10 @@ _PLACES = frozenset(
         *("video", "audio", "image", "key", "sampled", "selected"),
     )
 )
+_WHICH = re.compile(
+    r"(?:target|correct|main|query)?_?(?:image|img|picture|photo|video|audio|sound)s?_(?:index|idx|indices|indexes)"
+)
+"""Names of the number of one of several files."""
 _SIDES = ("left", "right", "a", "b")
 
 
@@ -328,6 +357,10 @@ def _part_meaning(name: str) -> _Part | None:
         return "region"
     if stems & _BOXES or words in (("point",), ("click",), ("coordinate",), ("coordinates",)):
         return "box"
+    if words in (("tile",), ("tile", "index"), ("tile", "idx")):
+        return "tile"
+    if _WHICH.fullmatch("_".join(words)):
+        return "choice"
     if not stems - {"frame", "keyframe", "page", "channel"} <= _PLACES:
         return None
     known: Sequence[tuple[str, _Part]] = (("frame", "frame"), ("keyframe", "frame"), ("page", "page"))
@@ -363,6 +396,10 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
         elif part == "channel":
             is_side = isinstance(value, str) and value.strip().lower() in _SIDES
             is_part = is_side or max(numbers, default=0) > 0
+        elif part == "tile":
+            is_part = bool(numbers)
+        elif part == "choice":
+            is_part = _chooses(numbers, max(there.values(), default=0))
         elif part in ("frame", "page"):
             is_part = max(numbers, default=0) > 0 and not {*extensions}.isdisjoint(("tif", "tiff", "gif"))
         else:
@@ -376,11 +413,21 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
                 "texts are about that place, cut the images beforehand, or write the numbers into the texts",
             )
             continue
+        if part == "choice":
+            raise SampleError(
+                f"`{names[0]}` is {str(value)[:100]}, which seems to say which of the files the texts are about, and "
+                f"all are shown: list only these, or, for all to be shown, {_without(names[0])}"
+            )
         raise SampleError(
             f"`{names[0]}` is {str(value)[:100]}, which seems to be a {part} of the {of_kind}, and that is not cut to "
             f"it: do so beforehand; without the column, the texts are learned with the {of_kind} as it is: "
             f"{_without(names[0])}"
         )
+
+
+def _chooses(numbers: Sequence[float], count: int) -> bool:
+    """Return whether numbers, from 0 or 1, are those of some of several files; larger ones are ids."""
+    return count > 1 and 0 < len(numbers) < count and min(numbers) >= 0 and max(numbers) <= count
 
 
 def _check_marks(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None:
@@ -424,6 +471,7 @@ _HEAVIEST, _FASTEST = 10, 4
 _CHANGES = {
     "turned": "which is not applied: if it should be, turn its file beforehand",
     "faster": "which is not applied: if it should be, change the speed of its file beforehand",
+    "sampled": "and may be what its file has: if frames are to be taken by it, write it into the part of the video",
     "weighed": "and all samples count alike: for a weight, repeat them, or weigh datasets in a mix",
     "judged": "beside its turns: if that says their answer is wrong, leave such samples out",
 }
@@ -440,6 +488,7 @@ def _name_changes(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None
             "faster": bool(there.get("audio") or there.get("video"))
             and is_one
             and 1 / _FASTEST <= (number or 0) <= _FASTEST,
+            "sampled": bool(there.get("video")) and number is not None,
             "weighed": is_one and (number or 0) <= _HEAVIEST,
             "judged": number == 0 and any(isinstance(entry.get(one), list) for one in ("messages", "conversations")),
         }[change]
@@ -451,7 +500,7 @@ def _name_changes(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None
 @lru_cache(maxsize=256)
 def _changing(columns: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return the columns that `_name_changes` knows by their names, each with its change."""
-    known = {"label": "judged", **dict.fromkeys(_SPEEDS, "faster")}
+    known = {"label": "judged", "fps": "sampled", "nframes": "sampled", **dict.fromkeys(_SPEEDS, "faster")}
     known |= {name: "weighed" for name in columns if "weight" in name.lower() and is_weight(name)}
     known |= {name: "turned" for name in columns if _TURNS & {*_words(name)} and {*_words(name)} <= _TURNS | _OF_TURNS}
     return [(name, known[name]) for name in columns if name in known]

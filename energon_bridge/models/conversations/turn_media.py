@@ -249,7 +249,7 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
 
 
 def _is_judged_wrong(key: str, value: Any) -> bool:
-    return (key == "label" and value is False) or (learned_if(key) is None and is_rejecting(key, value))
+    return (key == "label" and value is False) or (learned_if(key) is None and is_rejecting(key, value, ()))
 
 
 def _check_reasoning(turn: RawTurn) -> None:

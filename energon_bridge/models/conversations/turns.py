@@ -116,8 +116,8 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
     if name is not None:
         if lost := not_in_turns(entry):
             raise SampleError(
-                f"`{lost[0]}` has a text beside `{name}` ({short(entry[lost[0]])}) that belongs to a question, and no "
-                f"turn has it: write it into its turn, or convert the list with --ignore {' --ignore '.join(lost)}"
+                f"`{lost[0]}` has a text beside `{name}` ({short(entry[lost[0]])}) that may belong to a question, and "
+                f"no turn has it: write it into its turn, or convert the list with --ignore {' --ignore '.join(lost)}"
             )
         turns = known_turns(_listed(entry, name))
         _check_flags_beside(entry, turns)
@@ -493,7 +493,7 @@ def _pair_turn(turn: Any) -> list[RawTurn]:
             check_no_file(name, turn[name], "user")
             if learned_if(name) is not None:
                 flags[name] = turn[name]
-            elif is_rejecting(name, turn[name]):
+            elif is_rejecting(name, turn[name], turn):
                 raise SampleError(f"a pair has {name}={turn[name]!r}, and was rejected: take the pair out, or the key")
         *before, answer = _turns_of_pair(turn, pair)
         return [*before, {**flags, **answer}]

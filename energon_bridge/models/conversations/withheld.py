@@ -4,7 +4,8 @@
     split, partition: 1, 2, …                                   likewise, beside rows with 0 (CelebA)
     is_rejected, is_precanned, deleted, foil, …: true           rejected: VizWiz, OpenAssistant, FOIL
     is_valid, is_correct, is_match, review_result, keep, …: false
-    answer, status, state, verdict, review: reject, …           Prodigy, Argilla
+    passed, success, resolved: false; correct: 0; reward: -1    of rollouts, beside their turns or answers
+    answer, status, state, verdict, review, feedback: reject, … Prodigy, Argilla
     quality: bad
     weight, loss, train, …: 0, false                            in a turn: it is not learned (`learned_if`)
 
@@ -112,9 +113,13 @@ def fault_of_split(said: tuple[str, Any, bool] | None, held_out: bool | None) ->
 
 # Rejected, and not learned --------------------------------------------------------------------------------------------
 
-_VERDICTS = ("answer", *(_CLASSES := ("status", "state", "verdict", "review")), *(f"{name}_name" for name in _CLASSES))
+_VERDICTS = (
+    "answer",
+    *(_CLASSES := ("status", "state", "verdict", "review", "feedback")),
+    *(f"{name}_name" for name in _CLASSES),
+)
 """Columns; of numbers of classes, the name is in another (`status_name`)."""
-_REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded")
+_REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded", "thumbs_down", "downvote")
 _QUALITY = ("bad", "unusable", "rejected", "garbage", "spam")
 _IF_SET = re.compile(
     r"(?:(?:is|was|to_be)_)?(?:rejected|deleted|discarded|removed|precanned|unusable|excluded?|skip(?:ped)?|ignored?"
@@ -122,8 +127,11 @@ _IF_SET = re.compile(
     r"|discard|is_(?:invalid|bad|wrong)|has_hallucinations?"
 )
 _IF_NOT_SET = re.compile(
-    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good)|keep|use|include|is_safe|(?:is_)?match(?:ed|ing)?"
+    r"is_valid|review_result|(?:is_)?(?:usable|correct|accepted|approved|kept|included|good|passed|success(?:ful)?|solved|resolved)|keep|use|include"
+    r"|is_safe|(?:is_)?match(?:ed|ing)?"
 )
+_REWARDS = re.compile(r"(?:(?:final|total|mean|avg|outcome|task|episode|verifier)_)?reward(?:_score|_value)?")
+"""Numbers that say how good an answer is: not above 0, and it is a bad one."""
 _WEIGHTS = re.compile(r"(?:(?:sample|example|row|data|train|training|loss)_)?weight|loss(?:_scale|_mask)?")
 """Numbers that say how much a sample or turn counts for the loss: 0, and it is not learned."""
 _LEARNED_IF_SET = re.compile(
@@ -151,8 +159,11 @@ def is_weight(key: str) -> bool:
     return _WEIGHTS.fullmatch(key.lower()) is not None
 
 
-def is_rejecting(column: str, value: Any) -> bool:
-    """Return whether a value of a column says that annotators rejected the sample, or that it is not to be learned."""
+def is_rejecting(column: str, value: Any, beside: Iterable[str] | None = None) -> bool:
+    """Return whether a value of a column says that annotators rejected the sample, or that it is not to be learned.
+
+    A number in `correct` may be that of a choice, unless none of the columns `beside` it has choices.
+    """
     if not may_reject(column):
         return False
     name = column.lower()
@@ -161,10 +172,18 @@ def is_rejecting(column: str, value: Any) -> bool:
         return isinstance(value, str) and value.strip().lower() in known
     if name == "answer_confidence":  # of VQAv2, VizWiz
         return value == "no"
+    if _REWARDS.fullmatch(name):
+        return isinstance(value, int | float) and value <= 0
     is_set = _truth(value)
-    if name == "correct" and str(value).strip().lower() not in ("true", "false"):  # the number of a choice
+    may_count = beside is None or any(_OF_CHOICES.fullmatch(one.lower()) for one in beside)
+    if name == "correct" and may_count and str(value).strip().lower() not in ("true", "false"):
         return False
     return is_set is not None and is_set is (_IF_SET.fullmatch(name) is not None)
+
+
+_OF_CHOICES = re.compile(
+    r".*(?:choice|option|candidate|ending|alternative)s?.*|(?:op|sol|answer|ans)?_?[a-j1-9]|answers|responses|captions|texts"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -174,14 +193,14 @@ def may_reject(column: str) -> bool:
     return (
         name in (*_VERDICTS, "answer_confidence")
         or name.endswith("quality")
-        or any(names.fullmatch(name) for names in (_IF_SET, _IF_NOT_SET))
+        or any(names.fullmatch(name) for names in (_IF_SET, _IF_NOT_SET, _REWARDS))
         or (_FLAGS.fullmatch(name) is None and _LEARNED_IF_SET.fullmatch(name) is not None)
     )
 
 
 def fault_of_verdict(entry: Mapping[str, Any], taken: Collection[str]) -> str | None:
     """Return the complaint about an entry that was rejected where it was annotated; `taken` columns are no verdicts."""
-    name = next((name for name, value in entry.items() if name not in taken and is_rejecting(name, value)), None)
+    name = next((name for name, value in entry.items() if name not in taken and is_rejecting(name, value, entry)), None)
     if name is None:
         return None
     other = " (or is it one of the validation set?)" if name.lower() == "is_valid" else ""

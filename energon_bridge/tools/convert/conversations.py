@@ -32,7 +32,7 @@ from energon_bridge.models.conversations.questions import (
     is_unanswered,
     options_of,
 )
-from energon_bridge.models.conversations.segments import entry_segments, is_option, part_options
+from energon_bridge.models.conversations.segments import entry_options, entry_segments, is_option, part_options
 from energon_bridge.models.conversations.turn_media import check_other_media, check_places, check_turns, unseen_medium
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
@@ -400,7 +400,7 @@ def by_options(row: Row, layout: Layout) -> Row:
             if layout.question is not None:
                 question, right, letter = filled(layout.question, values, pair, layout.answers_as)
                 entry = {name: values[name] for name in (*SYSTEMS, "history") if name in values}
-                entry |= {"question": question, "answer": letter or first_answer(values[right]) or str(values[right])}
+                entry |= {"question": question, "response": letter or first_answer(values[right]) or str(values[right])}
             values["messages"] = read_turns(entry, layout.answers_as)
             values = {name: value for name, value in values.items() if name not in not_in_turns(values)}
     return replace(row, values=values, files=files)
@@ -472,6 +472,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
         there = Counter(_medium(name, one) for name, of in files.items() for one in _several(of))
         check_places(turns, there)
         entry_segments(row.values, there, _extensions(row))
+        entry_options(row.values, there)
     except SampleError as error:
         raise SourceError(f"{error}. {_REMEDY}") from error
     return replace(row, files=files)
@@ -485,6 +486,8 @@ def check_cut(row: Row, layout: Layout) -> None:
     kinds = Counter(medium_by_name(f"x.{one.extension}") for of in row.files.values() for one in _several(of))
     if entry_segments(row.values, kinds, _extensions(row)) is not None:  # type: ignore[arg-type]
         raise SampleError(f"has a segment of its file, which a {layout.sample_type} is not cut to")
+    if options := entry_options(row.values, kinds):  # type: ignore[arg-type]
+        raise SampleError(f"has {' and '.join(options)} options, which a {layout.sample_type} has not")
 
 
 def _extensions(row: Row) -> set[str]:

@@ -39,7 +39,7 @@ from energon_bridge.models.conversations.questions import (
     texts_of,
     unknown_texts,
 )
-from energon_bridge.models.conversations.segments import segment_meaning
+from energon_bridge.models.conversations.segments import is_option, is_used_option
 from energon_bridge.models.conversations.turn_media import unseen_medium
 from energon_bridge.models.conversations.turns import (
     BESIDE_PAIRS,
@@ -853,7 +853,7 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
                 *(KNOWN_BESIDE - {"label", "objects"}),
                 *row.files,
                 *(pair or ()),
-                *(name for name in row.values if row.files and segment_meaning(name) is not None),
+                *(name for name in row.values if row.files and is_used_option(name)),
             )
             if pair is None and not has_turns:
                 taken = (*taken, *CONTEXTS, *CHOICES)
@@ -917,6 +917,7 @@ def _is_more(row: Row) -> bool:
     beside = [name for name in BESIDE_PAIRS if name in row.values and name not in pair]
     with suppress(SampleError):
         beside += columns_of({name: value for name, value in row.values.items() if name not in pair})
+    beside += [name for name in row.values if is_option(name, "image") and row.files]
     return bool(beside) or (bool(row.files) and (pair[0] not in _QUESTIONS or pair[1] not in _ANSWERS))
 
 

@@ -11,11 +11,15 @@
 The question is the same for all, the answer is the text. A sound with an `offset` becomes a file of its own, FLAC: only
 that part of the recording is decoded and copied, sample by sample as it is; samples of more than 16 bits stay 24, and
 those of codecs with losses become 16. A sound without one is copied as it is, and must be as long as `duration` says.
+
+GigaSpeech's `<COMMA>`, `<PERIOD>`, … are punctuation, and a segment of its `<SIL>`, `<MUSIC>`, … is no speech: skipped.
+Marks of other corpora in brackets (`[noise]`, `{laugh}`, `<unk>`) are learned as they stand; a warning names one.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import re
@@ -29,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.core.errors import DecodeError, SourceError
+from energon_bridge.core.errors import DecodeError, SkipSample, SourceError
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.av.media_file import import_av
 from energon_bridge.models.conversations.parts import medium_by_name
@@ -37,7 +41,7 @@ from energon_bridge.models.conversations.questions import template_columns, with
 from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import BESIDE_PAIRS, CONVERSATIONS, PAIRS, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
-from energon_bridge.tools.convert.rows import FileRef, Layout, Row, Source, located, media_file, shown
+from energon_bridge.tools.convert.rows import FileRef, Layout, Row, RowSample, Source, located, media_file, shown
 from energon_bridge.tools.convert.splits import folder_split, part_order
 
 TRANSCRIPTS = ".trans.txt"
@@ -159,6 +163,7 @@ class SpeechSource(TableSource):
         self.prompt = prompt
         self._file, self._text = names
         self._speakers = speakers
+        self._is_named = False
         if (unused := _unused(entries, names)) is not None:
             self.left_out = (unused,)
 
@@ -188,7 +193,7 @@ class SpeechSource(TableSource):
                 return Row(
                     where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]}
                 )
-            text = entry.get(self._text)
+            text = _punctuated(entry.get(self._text))
             if not isinstance(text, str) or (text and not any(map(str.isalnum, text))):  # NeMo's `-`: none
                 raise SourceError(f"`{self._text}` is {str(text)[:60]!r}, expected what is said in the sound.")
             if self.prompt == PROMPT and _is_translated(entry):
@@ -196,10 +201,29 @@ class SpeechSource(TableSource):
                     f"the text is a translation ({shown(text)}), and the question {PROMPT!r}: give another, such as "
                     "--prompt 'Translate the speech into German.', for a list of one language."
                 )
+            self._name_mark(text)
             asked = [{"type": "audio"}, {"type": "text", "text": _asked(self.prompt, entry)}]
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
             values["messages"] = turns
             return Row(where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]})
+
+    def sample(self, number: int, layout: Layout) -> RowSample:
+        """Return a sample to be read; raises SkipSample for one that is not preferred, or is no speech."""
+        entry, where = self.entries.entry(number)
+        if str(entry.get(self._text)).strip() in _NO_SPEECH:
+            raise SkipSample(f"{where}: `{self._text}` is {entry[self._text]!r}: no speech")
+        return super().sample(number, layout)
+
+    def _name_mark(self, text: str) -> None:
+        """Log a mark that a text has, once."""
+        mark = None if self._is_named or text in _NO_SPEECH else _MARK.search(text)
+        if mark is not None:
+            self._is_named = True
+            _logger.warning(
+                "%s: texts have marks such as %r, and they are learned as they stand: if they are not said, take them "
+                "out of the list",
+                *(self.where, mark[0]),
+            )
 
     def _sound(self, entry: Mapping[str, Any]) -> SoundPart:
         path = entry.get(self._file)
@@ -222,6 +246,20 @@ class SpeechSource(TableSource):
     def propose(self) -> Layout:
         """Return crude samples, which are conversations."""
         return Layout(sample_type="CrudeSample", bare=frozenset(["audios"]))
+
+
+_PUNCTUATION = {"COMMA": ",", "PERIOD": ".", "QUESTIONMARK": "?", "EXCLAMATIONPOINT": "!"}
+_PUNCTUATION_MARK = re.compile(rf"\s*<({'|'.join(_PUNCTUATION)})>")
+_NO_SPEECH = ("<SIL>", "<MUSIC>", "<NOISE>", "<OTHER>")
+_MARK = re.compile(r"\[[A-Za-z_-]{2,20}\]|<[A-Za-z_/|-]{2,20}>|\{[A-Za-z_-]{2,20}\}")
+_logger = logging.getLogger(__name__)
+
+
+def _punctuated(text: Any) -> Any:
+    """Return a text with the punctuation that GigaSpeech's tags stand for; anything else as it is."""
+    if not isinstance(text, str) or "<" not in text:
+        return text
+    return _PUNCTUATION_MARK.sub(lambda tag: _PUNCTUATION[tag[1]], text).strip()
 
 
 def _is_translated(entry: Mapping[str, Any]) -> bool:

@@ -270,7 +270,7 @@ def _withheld(
             break
     for column in filter(may_reject, columns):
         values = {} if column in taken else _seen_values(files, column)
-        if rejected := [value for value, name in values.items() if is_rejecting(column, name)]:
+        if rejected := [value for value, name in values.items() if is_rejecting(column, name, columns)]:
             what = f"says that annotators rejected rows ({values[rejected[0]]})"
             faults[column] = _unfiltered(here, column, what, _none_of(rejected))
     return faults

@@ -235,6 +235,32 @@ def test_an_unknown_text_beside_a_question_stops_a_conversion(tmp_path: Path, ca
     assert "`note` has a text beside `question` and `answer`" in caplog.text
 
 
+def test_the_unit_of_an_answer_is_not_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = {"question": "How heavy, in kg?", "answer": "12", "unit": "kg"}
+    assert learned(listed(tmp_path, [said], "said.jsonl")) == [["How heavy, in kg?", "12"]]
+    lost = listed(tmp_path, [{**said, "question": "How heavy?"}], "lost.jsonl")
+    with pytest.raises(EmptyDatasetError):
+        learned(lost)
+    assert "`unit` has a text beside `question` and `answer` ('kg')" in caplog.text
+    assert "the column `unit` beside `question`" in refused(lost, tmp_path / "out")
+
+
+@pytest.mark.parametrize("answer", ['["a", "b"]', "['a', 'b']", "['a' 'b']"])
+def test_a_list_of_answers_in_a_text_is_not_learned_with_its_brackets(tmp_path: Path, answer: str) -> None:
+    entry = {"question": "Who?", "answer": answer}
+    with pytest.raises(SampleError, match="`answer` is a list in a text"):
+        read_conversation({"json": entry})
+    as_it_is = ("--sample-type", "CrudeSample", "--question", "{question}", "--split-ratio", "1,0,0")
+    for name, beside in {"texts": {}, "images": {"image": "a.png"}}.items():
+        source = listed(tmp_path, [{**entry, **beside}], f"{name}.json")
+        assert "`answer` is a list in a text" in refused(source, tmp_path / name)
+        assert learned(converted(source, tmp_path / name, *as_it_is)) == [["Who?", answer]]
+    one = listed(tmp_path, [{"question": "Who?", "answers": answer}], "one.jsonl")
+    assert learned(one) == [["Who?", "a"]]
+    asked = listed(tmp_path, [{"question": "List them.", "answer": answer}], "asked.jsonl")
+    assert learned(asked) == [["List them.", answer]]
+
+
 def test_an_unknown_text_beside_a_question_is_refused_in_tables(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -309,6 +335,9 @@ BESIDE_TURNS: dict[str, dict[str, Any]] = {
     "nested": {"choices": [["red"], ["blue"]]},
     "letters": {"A": "red", "B": "blue", "C": None},
     "context and odd choices": {"choices": [["red"]], "story": "It was late."},
+    "transcript": {"transcript": "The line opened in May."},
+    "speech": {"asr": [{"start": 0.5, "end": 1.5, "text": "It opened"}]},
+    "subtitles": {"video_subtitles": ["It opened"]},
 }
 
 
@@ -334,7 +363,7 @@ def test_metadata_beside_turns_needs_no_flag(tmp_path: Path) -> None:
         **{"tools": [], "timestamp": "2020-01-01 10:00:00", "license": "cc by 4.0 or later", "split": "train"},
         **{"options": {"temperature": 0.5, "stop": ["</s>"]}, "context": {"user": "u_17"}, "hint": "", "A": None},
         **{"document": "docs/a_17.pdf", "story": "https://example.com/stories", "choices": "[]"},
-        "evidence": ["id_7", "When?"],
+        **{"evidence": ["id_7", "When?"], "transcript": "IN 1999", "asr": None, "subtitle": ""},
     }
     source = listed(tmp_path, [{"messages": TURNS, **beside}], "rows.jsonl")
     out = converted(source, tmp_path / "out", "--split-ratio", "1,0,0")

@@ -82,6 +82,31 @@ def test_a_nemo_manifest(tmp_path: Path, name: str) -> None:
     assert sizes[2] < long.stat().st_size * 0.2
 
 
+def test_marks_of_gigaspeech(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the README of SpeechColab/GigaSpeech: four tags are punctuation, four are segments without speech."""
+    written(tmp_path / "a.wav", 0.5)
+    texts = [
+        "AS THEY <COMMA> DO <PERIOD>",
+        "<MUSIC>",
+        "HOW <QUESTIONMARK> SO <EXCLAMATIONPOINT>",
+        "<SIL>",
+        "<OTHER>",
+        "<NOISE>",
+    ]
+    manifest = lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": text} for text in texts])
+    told = convert(manifest, tmp_path / "out")
+    assert "Skipped 4 samples:" in told
+    assert "`text` is '<MUSIC>': no speech" in told
+    assert [said(one)[1] for one in delivered(tmp_path / "out")] == ["AS THEY, DO.", "HOW? SO!"]
+    assert "marks such as" not in caplog.text
+    other = lines(
+        tmp_path / "o.json", [{"audio_filepath": "a.wav", "text": f"so {mark}"} for mark in ("[noise]", "{laugh}")]
+    )
+    convert(other, tmp_path / "other")
+    assert [said(one)[1] for one in delivered(tmp_path / "other")] == ["so [noise]", "so {laugh}"]
+    assert caplog.text.count("texts have marks such as '[noise]'") == 1
+
+
 @pytest.mark.parametrize(
     ("ending", "form", "channels", "near"),
     [

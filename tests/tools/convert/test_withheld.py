@@ -248,6 +248,17 @@ MARKS: list[tuple[str, Any, Any]] = [
     ("hallucination", 0, 1),
     ("status_name", "submitted", "rejected"),
 ]
+OF_ROLLOUTS: list[tuple[str, Any, Any]] = [
+    ("correct", 1, 0),
+    ("correct", 1.0, 0.0),
+    ("reward", 1.0, -1.0),
+    ("final_reward", 0.5, 0.0),
+    ("passed", True, False),
+    ("is_success", True, False),
+    ("resolved", 1, 0),
+    ("feedback", "thumbs_up", "thumbs_down"),
+]
+"""What verifiers and users say of the answers of a model."""
 UNLEARNED: list[tuple[str, Any, Any]] = [
     ("weight", 1.0, 0.0),
     ("sample_weight", 2, 0),
@@ -256,7 +267,7 @@ UNLEARNED: list[tuple[str, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("column", "good", "bad"), [*MARKS, *UNLEARNED])
+@pytest.mark.parametrize(("column", "good", "bad"), [*MARKS, *OF_ROLLOUTS, *UNLEARNED])
 def test_rows_that_are_marked_are_not_learned(
     column: str, good: Any, bad: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -336,7 +347,10 @@ def test_turns_that_were_rejected_are_refused(
         {"status": "ok"},
         {"weight": 0.5},
         {"loss": 1.25},
-        {"correct": 0},
+        {"correct": 0, "choices": None},
+        {"correct": 2},
+        {"reward": 0.5},
+        {"resolved": None},
         {"fold": 3},
         {"mask": "User"},
         {"val": 1},
