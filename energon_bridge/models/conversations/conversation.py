@@ -34,6 +34,7 @@ from energon_bridge.models.conversations.parts import (
     MAPPING,
     Medium,
     av_medium_by_name,
+    is_against_names,
     is_drawn,
     medium_by_name,
     natural_order,
@@ -346,7 +347,8 @@ def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
             f"are about, as {kind}s: [PART, …] in its json, or leave out {drawn!r} (part_filter)"
         )
     shown = sorted(names, key=natural_order)
-    if names != shown and not any(one.isdigit() for name in names for one in name.rpartition(".")[0]):
+    is_told = any(one.isdigit() for name in names for one in name.rpartition(".")[0])
+    if (names != shown and not is_told) or is_against_names(shown):
         raise SampleError(
             f"the sample has the {kind}s {', '.join(names)}, and they would be shown in the order of their names, "
             f"{', '.join(shown)}: list them in the right order, as {kind}s: [PART, …] in its json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
@@ -51,6 +51,23 @@ def medium_by_name(name: str) -> Medium | None:
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Return the key by which the media of a sample are sorted: `2.jpg` before `10.jpg`."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+
+
+def is_against_names(names: Sequence[str]) -> bool:
+    """Return whether names in the order in which their media are shown tell another one: `after.png`, `before.png`."""
+    words = [re.split(r"[\W_\d]+", name.lower()) for name in names]
+    ranks = ([order.index(word) for of in words for word in of if word in order] for order in _ORDERS)
+    return any(found != sorted(found) for found in ranks)
+
+
+_ORDERS = (
+    *(("before", "after"), ("pre", "post"), ("initial", "final"), ("start", "end"), ("begin", "end"), ("old", "new")),
+    *(("previous", "current", "next"), ("prev", "current", "next"), ("past", "present", "future"), ("top", "bottom")),
+    *(("earlier", "later"), ("upper", "lower"), ("beginning", "middle", "end"), ("start", "middle", "end")),
+    ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"),
+    ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+)
+"""Words in the order that they tell, which often is not that of the alphabet."""
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,13 @@ import numpy as np
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.documents import UTF16, utf16_remedy
 from energon_bridge.core.format.media import BASE64, kind_by_name
-from energon_bridge.models.conversations.parts import is_drawn, is_of_answer, medium_by_name, natural_order
+from energon_bridge.models.conversations.parts import (
+    is_against_names,
+    is_drawn,
+    is_of_answer,
+    medium_by_name,
+    natural_order,
+)
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
@@ -810,7 +816,8 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
                     f"others into one list `{kind}s`."
                 )
             ordered = sorted(names, key=lambda name: natural_order(f"{name}."))
-            if kind is not None and ordered != names and len({re.sub(r"\d+", "", name) for name in names}) > 1:
+            is_other = ordered != names and len({re.sub(r"\d+", "", name) for name in names}) > 1
+            if kind is not None and (is_other or is_against_names(ordered)):
                 raise SourceError(
                     f"{row.where}: a question has {kind}s in the columns {', '.join(names)}, and they would be shown "
                     f"in the order of the names, {', '.join(ordered)}. Write one list `{kind}s` in the right order, or "

@@ -320,6 +320,10 @@ def shown(number: int) -> dict[str, Any]:
     [
         (("query_image", "choice_image_0", "choice_image_1"), "choice_image_0, choice_image_1, query_image"),
         (("before", "after"), "after, before"),
+        (("after", "before"), "after, before"),  # in the order of the alphabet, but not of the words
+        (("post_event", "pre_event"), "post_event, pre_event"),
+        (("one", "two", "three"), "one, three, two"),
+        (("first_image", "second_image"), ""),
         (("image_2", "image_10", "image_1"), ""),  # numbered: 1, 2, 10
         (("left_image", "right_image"), ""),
         (("image", "image_2"), ""),
@@ -479,12 +483,15 @@ def test_masks_in_tars_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert [image.shape[-2:] for image in sample.images] == [(16, 16)]
 
 
+@pytest.mark.parametrize("order", [1, -1])
 def test_pictures_of_a_tar_are_shown_in_their_order_or_not_at_all(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    order: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also where the parts stand in the order of the alphabet, as webdataset writes them."""
     asked = talk()
     for number, content in enumerate((asked, {**asked, "images": ["before.jpg", "after.jpg"]})):
-        parts = [("0.before.jpg", picture(0)), ("0.after.jpg", picture(1)), ("0.json", json.dumps(content).encode())]
+        pictures = [("0.before.jpg", picture(0)), ("0.after.jpg", picture(1))][::order]
+        parts = [*pictures, ("0.json", json.dumps(content).encode())]
         write_tar(tmp_path / f"{number}" / "a.tar", parts)
         output_of("prepare", tmp_path / f"{number}", *ALL, "--sample-type", "CrudeWebdataset")
     with pytest.raises(Exception, match="skipped"):
