@@ -53,7 +53,7 @@ from energon_bridge.tools.convert.rows import (
     lay_out,
     located,
 )
-from energon_bridge.tools.convert.splits import check_card, named_parts, part_order, split_files
+from energon_bridge.tools.convert.splits import check_card_in, named_parts, part_order, split_files
 
 _JUDGED_BY = 20
 """Number of first rows by which columns with media, and the kind of the rows, are recognised."""
@@ -277,8 +277,7 @@ def parquet_files(path: Path) -> list[tuple[str, Path]]:
             raise of_log(str(path), kind)
     names = [one.relative_to(path) for one in path.rglob("*.parquet") if one.is_file()]
     found = parts_of(names, str(path))
-    card = path / "README.md"
-    if card.is_file() and (configs := check_card(card.read_text("utf-8", "replace"), found, str(path))):
+    if configs := check_card_in(path, found):
         _warn_of_configs(str(path), len(configs), ", ".join([*configs[:5], *["…"] * (len(configs) > 5)]))
     return [(part, path / name) for part, name in found]
 
@@ -297,7 +296,19 @@ def parts_of(names: Iterable[PurePath], where: str) -> list[tuple[str, PurePath]
     found = split_files(names, where)
     if found.left_out:
         _warn_of_left_out(where, len(found.left_out), len(found.left_out) + len(found.files), str(found.left_out[0]))
+    folders = (folder for _, name in found.files for folder in name.parts[:-1])
+    if partitions := dict.fromkeys(folder.partition("=")[0] for folder in folders if "=" in folder):
+        _warn_of_partitions(where, ", ".join(partitions), next(iter(partitions)))
     return found.files
+
+
+@cache
+def _warn_of_partitions(where: str, names: str, first: str) -> None:
+    _logger.warning(
+        "%s: folders are partitions (%s), and rows do not have these as columns: where a sample needs `%s`, write it "
+        "into a column of its file; for one partition, give its folder",
+        *(where, names, first),
+    )
 
 
 @cache

@@ -40,7 +40,7 @@ from energon_bridge.tools.convert.rows import (
     lay_out,
     located,
 )
-from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, names_class, says_held_out
+from energon_bridge.tools.convert.splits import SPLIT_ORDER, check_card_in, folder_split, names_class, says_held_out
 
 _KINDS = (
     *("image", "img", "jpegimage", "jpgimage", "pngimage", "annotation", "label", "trimap", "groundtruth"),
@@ -72,6 +72,7 @@ class FolderSource:
         placed = _splits(root, media)
         if placed:
             media.sort(key=lambda name: (SPLIT_ORDER.index(placed[name][0]), name))
+        check_card_in(root, [(placed[name][0] if placed else "", PurePath(name)) for name in media])
         parts = Counter(placed[name][0] for name in media if placed)
         self.split_parts: tuple[tuple[str, int], ...] = tuple(parts.items())
         self._depths = {name: depth for name, (_, depth) in placed.items()}

@@ -43,7 +43,7 @@ from energon_bridge.tools.convert.speech import (
     open_kaldi,
     open_librispeech,
 )
-from energon_bridge.tools.convert.splits import SPLIT_ORDER, folder_split, name_split
+from energon_bridge.tools.convert.splits import SPLIT_ORDER, check_card_in, folder_split, name_split
 from energon_bridge.tools.convert.tars import MixedTars, TarSource
 
 if TYPE_CHECKING:
@@ -225,6 +225,7 @@ class ListsSource:
                 "or test, or convert each folder by itself."
             )
         lists.sort(key=lambda one: (0 if one[0] is None else SPLIT_ORDER.index(one[0]), one[2].parent, one[1]))
+        check_card_in(root, [(part or "", path.relative_to(root)) for part, _, path in lists])
         self._sources = [self._open(path, media, prompt) for _, _, path in lists]
         where = "lists in folders" if by_folder else "lists"
         self.kind = f"{len(lists)} {where}, each {self._sources[0].kind}"

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from energon_bridge.core.errors import MetadataError, SourceError
@@ -77,6 +77,12 @@ def split_files(names: Iterable[PurePath], where: str) -> SplitFiles:
     called = named_parts({part for (part,) in parts.values()})
     files = [(called[part], name) for name, (part,) in parts.items()]
     return SplitFiles(files=sorted(files, key=lambda item: (*part_order(item[0]), item[1])), left_out=left_out)
+
+
+def check_card_in(folder: Path, files: Sequence[tuple[str, PurePath]]) -> list[str]:
+    """Return what `check_card` does for the card in a folder, if there is one; raises what it raises."""
+    card = folder / "README.md"
+    return check_card(card.read_text("utf-8", "replace"), files, str(folder)) if card.is_file() else []
 
 
 def check_card(card: str, files: Sequence[tuple[str, PurePath]], where: str) -> list[str]:

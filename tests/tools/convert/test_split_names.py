@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from commands import output_of
 from PIL import Image
-from sources import convert, converted, members, meta, refused
+from sources import convert, converted, members, meta, picture, refused
 from tar_builder import write_tar
 
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
@@ -121,6 +121,26 @@ def test_splits_that_only_the_card_of_a_dataset_tells_are_refused(tmp_path: Path
     for name in ("b", "c"):
         (folder / f"{name}.parquet").unlink()
     assert texts(folder, "train") == ["a", "a2"]
+
+
+@pytest.mark.parametrize("kind", ["pictures", "lists"])
+def test_so_are_those_of_folders_of_pictures_and_of_lists(kind: str, tmp_path: Path) -> None:
+    """`load_dataset` takes the card's word for them, too."""
+    for name in ("a1/0.png", "a2/0.png", "b/0.png"):
+        (path := tmp_path / "data" / name).parent.mkdir(parents=True)
+        path.write_bytes(picture(0, "PNG"))
+        if kind == "lists":
+            path.with_name("metadata.jsonl").write_text('{"file_name": "0.png", "caption": "x"}\n')
+    assert "only the README.md says so" not in convert(tmp_path / "data", tmp_path / "out", "--split-ratio", "1,0,0")
+    card = CARD.replace('"a*.parquet"', '"a*/*"').replace("[b.parquet, c.parquet]", '"b/**"')
+    (tmp_path / "data/README.md").write_text(card)
+    assert "seems to be held out, but only the README.md says so" in refused(tmp_path / "data", tmp_path / "other")
+
+
+def test_partitions_that_are_no_columns_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write(tmp_path / "data", ("lang=de/0", "lang=en/year=2024/0"))
+    assert len(texts(folder, "train")) == 2
+    assert "folders are partitions (lang, year), and rows do not have these as columns" in caplog.text
 
 
 @pytest.mark.parametrize("card", ["# A set\n", "---\n[\n---\n", "---\nconfigs: 1\n---\n", "---\nlicense: mit\n---\n"])
