@@ -300,7 +300,7 @@ BARE_VIDEO = ("h264", "hevc", "vvc", "m4v", "mpegvideo", "obu", "mjpeg", "h261",
 
 
 def is_bare(stream: Any) -> bool:
-    """Return whether a video has no container, and so no times but those that FFmpeg makes up, at 25 frames a second."""
+    """Return whether a video has no container, and so no times but those that FFmpeg makes up, 25 frames a second."""
     return stream.type == "video" and stream.container.format.name in BARE_VIDEO
 
 

@@ -554,8 +554,8 @@ _NEWS = {
     "untimed": "is a bare stream without a container, so that its frames have no times: they are taken for evenly "
     "spaced, at the rate in its header, or else 25 a second. If that is not so, put it into a container with its times "
     "(ffmpeg -r RATE -i FILE -c copy FILE.mp4)",
-    "resized": "changes its size, or its header tells another: all frames of a clip are scaled to the size of its first "
-    "one. If that distorts them, cut the video where its size changes",
+    "resized": "changes its size, or its header tells another: all frames of a clip are scaled to the size of its "
+    "first one. If that distorts them, cut the video where its size changes",
     "interlaced": "is interlaced: what moves is combed in its frames, and players smooth it. If that matters, convert "
     "it beforehand (ffmpeg -vf bwdif)",
     "HDR": "is HDR (PQ or HLG), and its frames are pale: the model sees their numbers as if they were sRGB. If that "
