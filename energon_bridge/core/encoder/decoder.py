@@ -10,8 +10,8 @@
     safetensors                  a dict of tensors
     ten tb                       a list of arrays (webdataset's tenbin)
     mp msg, cbor                 msgpack, cbor2 or cbor, if that package is installed
-    AV_EXTENSIONS                an AVDecoder, or as `av_decode` says
-    anything else                the bytes
+    AV_EXTENSIONS                an AVDecoder, or as `av_decode` says; of unsure ones if the first bytes agree
+    anything else                the bytes; where they begin as media do, a log line says so
 
 The extension follows the last dot of the part's name, in upper or lower case; `format/media.py` has those of media.
 Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since reading one can run code; with `read_pickles`, pickles of plain
@@ -36,7 +36,15 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 from energon_bridge.core.encoder.hooks import DELIVERING
 from energon_bridge.core.errors import ConfigurationError, DecodeError, check_choice, check_number
 from energon_bridge.core.format.documents import BOM
-from energon_bridge.core.format.media import AV_EXTENSIONS, HEAD_BYTES, IMAGE_EXTENSIONS, MAX_PIXELS, kind_by_head
+from energon_bridge.core.format.media import (
+    AV_EXTENSIONS,
+    HEAD_BYTES,
+    IMAGE_EXTENSIONS,
+    MAX_PIXELS,
+    extension_by_head,
+    is_av_part,
+    kind_by_head,
+)
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.storage import ByteRange
@@ -220,9 +228,10 @@ class SampleDecoder:
         """
         if isinstance(data, ByteRange):
             if self.keeps_unread(part_name):
-                if not _kind_of(part_name).is_image:
+                kind = _kind_of(part_name)
+                if is_av_part(kind.extension, lambda: data.read(HEAD_BYTES)):
                     return self._av(data, part_name)
-                if self._form is not None:
+                if kind.is_image and self._form is not None:
                     return _images().DeferredImage(data, self._form, part_name)
             raw: bytes | bytearray | memoryview = data.read()
         else:
@@ -237,13 +246,16 @@ class SampleDecoder:
             if self.defer_images and not DELIVERING.get():
                 return _images().DeferredImage(bytes(raw), form, part_name)
             return _images().decode_image(raw, form, part=part_name)
-        if kind.is_av or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
+        head = bytes(raw[:HEAD_BYTES])
+        if is_av_part(kind.extension, lambda: head) or (self.guess_content and kind_by_head(head) == "av"):
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(kind.extension)
         if self.read_pickles and kind.extension in _PICKLES:
             codec = load("decoder", "pickle")
         elif kind.extension in _ARRAYS:
             codec = load("decoder", "arrays").codec_of(kind.extension, self.max_part_bytes)
+        if codec is None:
+            _say_if_media(kind.extension, part_name, head)
         # A memoryview would keep the whole read alive.
         return bytes(raw) if codec is None else _run(kind.extension, codec, part_name, bytes(raw))
 
@@ -355,13 +367,30 @@ _CODECS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
+_looked_at: set[str] = set()
+
+
+def _say_if_media(extension: str, part_name: str, head: bytes) -> None:
+    """Log, once for each extension, that a part that stays bytes begins as media do; its first part is looked at."""
+    if extension in _looked_at:
+        return
+    _looked_at.add(extension)
+    if (found := extension_by_head(head)) is not None:
+        logger.warning(
+            "part %r begins as .%s does, and stays bytes, since its extension is not known as media: call it .%s, or "
+            "decode with SampleDecoder(guess_content=True)",
+            part_name,
+            found,
+            found,
+        )
+
+
 class _Kind(NamedTuple):
     """How a part is decoded, by its name."""
 
     zipped: bool
     extension: str
     is_image: bool
-    is_av: bool
 
 
 @lru_cache(maxsize=4096)  # the same few names for every sample
@@ -369,4 +398,4 @@ def _kind_of(part_name: str) -> _Kind:
     lower = part_name.lower()
     name = lower.removesuffix(".gz")
     extension = name.rpartition(".")[2]
-    return _Kind(name != lower, extension, extension in IMAGE_EXTENSIONS, extension in AV_EXTENSIONS)
+    return _Kind(name != lower, extension, extension in IMAGE_EXTENSIONS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from types import MappingProxyType
@@ -23,8 +23,8 @@ from energon_bridge.core.errors import MediaMetadataError, MissingCodecError
 
 MediaKind = Literal["image", "av"]
 
-HEAD_BYTES = 64
-"""The first bytes of a file needed to find out its kind."""
+HEAD_BYTES = 400
+"""The first bytes of a file needed to find out its kind: three packets of a transport stream begin there."""
 MAX_PIXELS = 89_478_485
 """Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; 1.1 GB as floats."""
 
@@ -38,6 +38,8 @@ class MediaFormat(NamedTuple):
         head: What a file begins with; None: nothing certain.
         codec: What Pillow calls an image of the format.
         is_named: Whether an image is decoded only if its name or its first bytes say that it has the format.
+        unsure: Those of its extensions that other files have, too, such as TypeScript's `.ts`: a part is decoded only
+            if its first bytes say so, too.
     """
 
     kind: MediaKind
@@ -45,6 +47,7 @@ class MediaFormat(NamedTuple):
     head: re.Pattern[bytes] | None
     codec: str = ""
     is_named: bool = False
+    unsure: tuple[str, ...] = ()
 
 
 def _image(codec: str, extensions: str, head: bytes | None = None, *, is_named: bool = False) -> MediaFormat:
@@ -52,8 +55,9 @@ def _image(codec: str, extensions: str, head: bytes | None = None, *, is_named: 
     return MediaFormat("image", tuple(extensions.split()), pattern, codec, is_named)
 
 
-def _av(extensions: str, head: bytes | None = None) -> MediaFormat:
-    return MediaFormat("av", tuple(extensions.split()), None if head is None else re.compile(head, re.DOTALL))
+def _av(extensions: str, head: bytes, unsure: str = "") -> MediaFormat:
+    pattern = re.compile(head, re.DOTALL)
+    return MediaFormat("av", (*extensions.split(), *unsure.split()), pattern, unsure=(*unsure.split(),))
 
 
 FORMATS: tuple[MediaFormat, ...] = (
@@ -84,20 +88,39 @@ FORMATS: tuple[MediaFormat, ...] = (
     _image("SUN", "ras", is_named=True),
     _image("XBM", "xbm", is_named=True),
     _image("XPM", "xpm", is_named=True),
-    _av("mp4 m4v mov m4a 3gp", rb".{4}ftyp"),  # images with this head come before
-    _av("mkv webm mka", rb"\x1aE\xdf\xa3"),
-    _av("avi", rb"RIFF.{4}AVI "),
-    _av("wav", rb"(RIFF|RF64).{4}WAVE"),
+    _av("mp4 m4v mov m4a m4b 3gp 3g2 f4v", rb".{4}ftyp", "qt"),  # images with this head come before
+    _av("mkv webm mka mk3d weba", rb"\x1aE\xdf\xa3"),
+    _av("avi divx", rb"RIFF.{4}AVI "),
+    _av("wav wave", rb"(RIFF|RF64|RIFX).{4}WAVE"),
     _av("flac", rb"fLaC"),
-    _av("ogg opus oga ogv", rb"OggS"),
-    _av("aac", rb"\xff[\xf1\xf9]"),
+    _av("ogg opus oga ogv spx", rb"OggS"),
+    _av("aac adts", rb"\xff[\xf1\xf9]"),
     _av("mp3", rb"ID3|\xff[\xf2\xf3\xfa\xfb]"),
+    _av("mp2", rb"\xff[\xf4\xf5\xfc\xfd]"),
     _av("flv", rb"FLV\x01"),
-    _av("mpg mpeg", rb"\0\0\x01\xba"),
+    _av("mpg mpeg mpe vob", rb"\0\0\x01\xba"),
+    _av("m2v m1v", rb"\0\0\x01\xb3"),
     _av("wmv wma asf", rb"0&\xb2u\x8ef\xcf\x11"),
-    _av("aiff aif", rb"FORM.{4}AIF[CF]"),
-    _av("amr", rb"#!AMR"),
-    _av("m2ts"),
+    _av("aiff aif aifc", rb"FORM.{4}AIF[CF]"),
+    _av("amr awb", rb"#!AMR"),
+    _av("m2ts m2t", rb"(.{4})?G.{187}(.{4})?G.{187}(.{4})?G", "ts mts"),
+    _av("ac3", rb"\x0bw.{3}[\0-\x57]"),  # the version is in five bits (ATSC A/52, 5.3.2 and E.2.3)
+    _av("eac3 ec3", rb"\x0bw.{3}[\x58-\x87]"),
+    _av("caf", rb"caff\0\x01"),
+    _av("w64", rb"riff\x2e\x91\xcf\x11"),
+    _av("wv", rb"wvpk"),
+    _av("tta", rb"TTA[12]"),
+    _av("rmvb", rb"\.RMF|\.ra\xfd", "rm ra"),
+    _av("mxf", rb"\x06\x0e\x2b\x34\x02\x05\x01\x01\x0d\x01\x02"),
+    _av("ivf", rb"DKIF"),
+    _av("y4m", rb"YUV4MPEG2 "),
+    _av("hevc h265", rb"\0?\0\0\x01[\x40\x46]\x01", "265"),
+    _av("h264", rb"\0?\0\0\x01[\x09\x27\x67]", "264"),
+    _av("", rb"\.snd\0", "au snd"),
+    _av("", rb"NIST_1A\n", "sph"),
+    _av("", rb"MAC ", "ape"),
+    _av("", rb"\x7f\xfe\x80\x01", "dts"),
+    _av("", rb"\x1f\x07\0", "dv"),
 )
 
 BY_EXTENSION: Mapping[str, MediaFormat] = MappingProxyType({name: one for one in FORMATS for name in one.extensions})
@@ -123,6 +146,7 @@ def extensions_of(kind: MediaKind) -> frozenset[str]:
 
 IMAGE_EXTENSIONS = extensions_of("image")
 AV_EXTENSIONS = extensions_of("av")
+UNSURE = frozenset(name for one in FORMATS for name in one.unsure)
 
 
 def load_codec(codec: str) -> None:
@@ -201,15 +225,21 @@ def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
 
 
 def kind_by_name(name: str) -> MediaKind | None:
-    """Return the kind of a file by the extension of its name."""
-    media_format = BY_EXTENSION.get(name.rpartition(".")[2].lower())
-    return None if media_format is None else media_format.kind
+    """Return the kind of a file by the extension of its name; None, too, if the extension is unsure."""
+    extension = name.rpartition(".")[2].lower()
+    media_format = BY_EXTENSION.get(extension)
+    return None if media_format is None or extension in UNSURE else media_format.kind
 
 
 def kind_by_head(head: bytes) -> MediaKind | None:
     """Return the kind of a file by its first bytes."""
     media_format = format_by_head(head)
     return None if media_format is None else media_format.kind
+
+
+def is_av_part(extension: str, head: Callable[[], bytes]) -> bool:
+    """Return whether a part is video or sound, by its extension in lower case and, where that is unsure, its head."""
+    return extension in AV_EXTENSIONS and (extension not in UNSURE or kind_by_head(head()) == "av")
 
 
 def extension_by_head(head: bytes) -> str | None:

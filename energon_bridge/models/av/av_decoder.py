@@ -393,6 +393,15 @@ class AVDecoder:
                 clips[1].append((seconds[0], seconds[1]))
         return clips
 
+    def map_sound(self, function: Callable[[int, np.ndarray], T]) -> list[T]:
+        """Return what a function makes of each block of sound as it is decoded, so that no more than that is held.
+
+        It gets the number of the first sample and the samples, (channels, samples) in the file's own type. Raises
+        DecodeError.
+        """
+        with self._opened() as media:
+            return [function(at, samples) for at, samples in self._audio_of(media).blocks()]
+
     # What the file is ------------------------------------------------------------------------------------------------
 
     def has_video_stream(self) -> bool:

@@ -69,6 +69,7 @@ class MediaFile:
         container: PyAV's container.
         video: The stream of moving pictures (no cover art) that is marked as default, or else the first one, or None.
         audio: The stream of sound that is marked as default, or else the first one, or None.
+        size: Width and height of the video by its header, (0, 0) if unknown.
         fresh: Whether the container is at its beginning.
         is_moved: Whether packets were read or the file was opened again without its readers, which are invalid then.
         is_pcm_wave: Whether it is known to be a WAV of plain samples.
@@ -86,6 +87,7 @@ class MediaFile:
         "is_moved",
         "is_pcm_wave",
         "name",
+        "size",
         "video",
     )
 
@@ -124,6 +126,9 @@ class MediaFile:
         if self.video is None and self.audio is None:
             self.close()
             raise DecodeError(f"{self.name} has neither video nor sound: is it another kind of file?")
+        # As the header has it: the codec's is that of the last decoded frame.
+        context = None if self.video is None else self.video.codec_context
+        self.size = (0, 0) if context is None else (context.width, context.height)
         self.fresh = True
 
     def check_end(self) -> None:
@@ -288,6 +293,21 @@ def _seconds(text: str) -> Fraction | None:
 def start_of(stream: Any) -> Fraction:
     """Return the time of the first frame or sample of a stream, in seconds."""
     return Fraction(0) if stream.start_time is None else Fraction(stream.start_time * stream.time_base)
+
+
+BARE_VIDEO = ("h264", "hevc", "vvc", "m4v", "mpegvideo", "obu", "mjpeg", "h261", "h263", "vc1", "dirac", "cavsvideo")
+"""Videos without a container (FFmpeg's names of formats): their frames have no times."""
+
+
+def is_bare(stream: Any) -> bool:
+    """Return whether a video has no container, and so no times but those that FFmpeg makes up, 25 frames a second."""
+    return stream.type == "video" and stream.container.format.name in BARE_VIDEO
+
+
+def rate_of(stream: Any) -> Fraction | None:
+    """Return the mean frame rate of a video by its header; of one without a container, that of its codec."""
+    rate: Fraction | None = (stream.codec_context.framerate if is_bare(stream) else None) or stream.average_rate
+    return rate or None
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:

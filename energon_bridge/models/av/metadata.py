@@ -16,10 +16,12 @@ from energon_bridge.core.format.media import AVMetadata
 from energon_bridge.models.av.media_file import (
     MediaFile,
     has_all_packets,
+    is_bare,
     is_estimate,
     length_of,
     links_of,
     own_length,
+    rate_of,
     start_of,
     ticks,
 )
@@ -37,7 +39,7 @@ _CUT_OFF_SECONDS = Fraction(1, 2)
 def claimed_rate(media: MediaFile) -> Fraction | None:
     """Return the frames a second by the header: the mean in MP4, elsewhere often that of the shortest frames."""
     stream = media.stream("video")
-    return stream.average_rate or stream.guessed_rate or None
+    return rate_of(stream) or stream.guessed_rate or None
 
 
 def _mean_rate(media: MediaFile, reader: Callable[[], FrameReader]) -> float | None:
@@ -66,7 +68,8 @@ def known_length(media: MediaFile, stream: Any) -> Fraction | None:
     form = media.container.format.name
     if media.video is None:
         media.check_end()
-    if media.is_endless or (form in BROADCASTS and stream.type == "video"):  # times of joined broadcasts begin again
+    # Times of joined broadcasts begin again.
+    if media.is_endless or is_bare(stream) or (form in BROADCASTS and stream.type == "video"):
         return None
     if is_estimate(media):
         return _length_of_packets(media, index)
@@ -116,7 +119,7 @@ def _end_of(media: MediaFile, index: int, claimed: Fraction) -> Fraction:
         stream = media.container.streams[index]
         media.only(stream)
         base = stream.time_base
-        rate = stream.average_rate if stream.type == "video" else None
+        rate = rate_of(stream) if stream.type == "video" else None
         usual = round(1 / rate / base) if rate else 0
         end = None
         aim = start_of(stream) + claimed - (_BROADCAST_SECONDS if _is_vague(stream) else 0)
@@ -138,7 +141,7 @@ def end_of_frames(media: MediaFile, reader: Callable[[], FrameReader]) -> float 
     """Return when the last frame of a video ends, by its mean duration; None if the file may be cut off."""
     stream = media.stream("video")
     end = start_of(stream) + (length_of(media, stream) or 0)
-    frame = 1 / (stream.average_rate or 1)
+    frame = 1 / (rate_of(stream) or 1)
     if not has_all_packets(media):
         return None
     last = reader().frame_at(ticks(end, reader().base))

@@ -111,6 +111,11 @@ class AudioReader:
         blocks = self._placed(self._from_start(), 0, by_time and self._is_timed)
         return max((at + block.samples for at, block in blocks), default=0)
 
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield all decoded blocks, (channels, samples), with the number of their first sample by the time."""
+        for at, block in self._placed(self._from_start(), 0, self._is_timed):
+            yield at, _array(block)
+
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def _from_start(self) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.models.av.headers import shows_frame
 from energon_bridge.models.av.matroska import UnlikeError, block_times
-from energon_bridge.models.av.media_file import MediaFile, import_av, length_of, start_of, tensor_of
+from energon_bridge.models.av.media_file import MediaFile, import_av, is_bare, length_of, rate_of, start_of, tensor_of
 from energon_bridge.models.av.whole import WholeReader
 
 if TYPE_CHECKING:
@@ -433,7 +433,7 @@ class VideoReader:
 
     def duration_of(self, frame: Any) -> int:
         """Return the duration of the last frame of a file: its own, or else the mean frame duration."""
-        rate = self.packets.stream.average_rate
+        rate = rate_of(self.packets.stream)
         return int(frame.duration or (round(1 / rate / self.base) if rate else 0))
 
 
@@ -454,6 +454,7 @@ class Pixels:
         self._looked = False
         # Asked now: once a reader opens the file again, its streams are others, and these are gone.
         self._of_header = [] if media.video is None else [*_of_header(media.video)]
+        self._own = media.size
         self._reformatter = import_av().video.reformatter.VideoReformatter()
 
     def of(self, frame: Any) -> np.ndarray:
@@ -467,6 +468,8 @@ class Pixels:
                 _say(what, self._name)
         if not self._autorotate:
             turn = _UPRIGHT
+        if self._own not in ((0, 0), (frame.width, frame.height)):
+            _say("resized", self._name)
         size = (frame.height, frame.width) if turn.quarters % 2 else (frame.width, frame.height)
         self._size = size = self._size or size
         width, height = size[::-1] if turn.quarters % 2 else size
@@ -524,6 +527,8 @@ def _of_header(stream: Any) -> Iterator[str]:
     """Yield what players do with a video and is not done here, by its header; `_NEWS` says what."""
     if (stream.sample_aspect_ratio or 1) != 1:  # 0: unknown
         yield "stretched"
+    if is_bare(stream):
+        yield "untimed"
     if stream.metadata.get("alpha_mode") == "1":  # of WebM, which libav decodes without
         yield "transparent"
 
@@ -546,6 +551,11 @@ _NEWS = {
     "the training script)",
     "stretched": "has pixels that are not square: players stretch its frames, and the model sees them as stored. If "
     "that matters, scale it beforehand (ffmpeg -vf scale=iw*sar:ih,setsar=1)",
+    "untimed": "is a bare stream without a container, so that its frames have no times: they are taken for evenly "
+    "spaced, at the rate in its header, or else 25 a second. If that is not so, put it into a container with its times "
+    "(ffmpeg -r RATE -i FILE -c copy FILE.mp4)",
+    "resized": "changes its size, or its header tells another: all frames of a clip are scaled to the size of its "
+    "first one. If that distorts them, cut the video where its size changes",
     "interlaced": "is interlaced: what moves is combed in its frames, and players smooth it. If that matters, convert "
     "it beforehand (ffmpeg -vf bwdif)",
     "HDR": "is HDR (PQ or HLG), and its frames are pale: the model sees their numbers as if they were sRGB. If that "
@@ -578,7 +588,7 @@ def is_over(media: MediaFile, reader: FrameReader, begin: Fraction, until: int) 
         return False
     stream = media.stream("video")
     length = length_of(media, stream)
-    frame = 1 / (stream.average_rate or 1)
+    frame = 1 / (rate_of(stream) or 1)
     return length is None or begin >= start_of(stream) + length or begin > until * reader.base + frame
 
 

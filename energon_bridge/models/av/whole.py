@@ -15,7 +15,7 @@ import numpy as np
 
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.order.rng import IntArray
-from energon_bridge.models.av.media_file import MediaFile
+from energon_bridge.models.av.media_file import MediaFile, is_bare, rate_of
 
 
 class WholeReader:
@@ -23,7 +23,7 @@ class WholeReader:
 
     Attributes:
         times: When each frame is shown, in ticks. Rising: if the decoder's times are not, frames get those of the
-            packets, in order; if they do not rise either, equal distances.
+            packets, in order; if they do not rise either, or there is no container, equal distances.
         base: Seconds of a tick.
     """
 
@@ -31,7 +31,8 @@ class WholeReader:
         self._media = media
         stream = media.stream("video")
         self.base: Fraction = stream.time_base
-        self._frame_ticks = round(1 / stream.average_rate / self.base) if stream.average_rate else 1
+        rate = rate_of(stream)
+        self._frame_ticks = round(1 / rate / self.base) if rate else 1
         self.times = self._all_times() if times is None else times
         if not len(self.times):
             raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
@@ -66,6 +67,8 @@ class WholeReader:
     def _all_times(self) -> IntArray:
         stamps: list[int] = []
         shown = [frame.pts for frame in self._frames(stamps)]
+        if is_bare(self._media.stream("video")):
+            return self._frame_ticks * np.arange(len(shown), dtype=np.int64)
         # Times must rise, or frames could not be told apart by them: the decoder's own, else those of the packets.
         for times in (shown, sorted(stamps)):
             if len(times) == len(shown) and None not in times and all(a < b for a, b in pairwise(times)):

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from energon_bridge.core.errors import SampleError
-from energon_bridge.core.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS
+from energon_bridge.core.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS, UNSURE
 from energon_bridge.core.samples import Sample, edataclass
 from energon_bridge.models.conversations.parts import (
     MAPPING,
@@ -340,7 +340,7 @@ def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
 
     Raises SampleError if one of several may be no part of the question, as a mask.
     """
-    names = [name for name in sample if not name.startswith("__") and _medium(name) == kind]
+    names = [name for name in sample if not name.startswith("__") and _medium(name, sample[name]) == kind]
     if len(names) > 1 and (drawn := next(filter(is_drawn, names), None)):
         raise SampleError(
             f"the sample has the {kind}s {', '.join(names)}, and all of them would be shown: name those that the texts "
@@ -356,11 +356,12 @@ def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
     return [sample[name] for name in shown]
 
 
-def _medium(name: str) -> Medium | None:
+def _medium(name: str, value: Any) -> Medium | None:
     extension = name.rpartition(".")[2].lower()
     if extension in IMAGE_EXTENSIONS:
         return "image"
-    return av_medium_by_name(name) if extension in AV_EXTENSIONS else medium_by_name(name)
+    is_av = extension in AV_EXTENSIONS and not (extension in UNSURE and isinstance(value, bytes))
+    return av_medium_by_name(name) if is_av else medium_by_name(name)
 
 
 def _is_frame(value: Any) -> bool:

@@ -32,7 +32,13 @@ PARTS: Mapping[str, Literal["text"] | Medium] = MappingProxyType(
 _PAYLOADS = ("url", "path", "src", "value", "source", "data", "bytes")
 _HINTS = ("type", "index", "detail", "format", "media_type", "mime_type", "cache_control")
 PLACES = re.compile(r"<(image|video|audio)>")
-_SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "mka", "oga", "ogg", "opus", "wav", "wma")
+_SOUNDS = frozenset(
+    (
+        *("aac", "ac3", "adts", "aif", "aifc", "aiff", "amr", "ape", "au", "awb", "caf", "dts"),
+        *("eac3", "ec3", "flac", "m4a", "m4b", "mka", "mp2", "mp3", "oga", "ogg", "opus", "ra"),
+        *("snd", "sph", "spx", "tta", "w64", "wav", "wave", "weba", "wma", "wv"),
+    )
+)
 _SHOWN = 200
 MAPPING = (dict, Mapping)  # in this order: an abstract class takes long to say what is one
 

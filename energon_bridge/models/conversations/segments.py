@@ -479,6 +479,12 @@ _CHANGES = {
 
 def _name_changes(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None:
     """Warn of what would change a medium, or the weight of its sample, and is not applied; and of a label of 0."""
+    for name, change in changes_beside(entry, there):
+        _warn(name, f"{str(entry[name])[:100]}, {_CHANGES[change]}")
+
+
+def changes_beside(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of an entry that would change its media (`turned`, `faster`) or its weight, with what they do."""
     for name, change in _changing(tuple(entry)):
         value = entry[name]
         number = _number(value)
@@ -494,7 +500,7 @@ def _name_changes(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None
         }[change]
         is_said = number is not None and _are_written([number], entry, [name])
         if is_meant and not is_said and not isinstance(value, list | tuple | Mapping):
-            _warn(name, f"{str(value)[:100]}, {_CHANGES[change]}")
+            yield name, change
 
 
 @lru_cache(maxsize=256)

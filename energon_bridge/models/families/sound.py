@@ -17,7 +17,7 @@ import logging
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -123,12 +123,19 @@ def _check_length(name: str, there: int, planned: int, rate: int) -> None:
         )
 
 
-def check_track(video: AVDecoder) -> None:
-    """Decode the sound of a video, without holding it. Raises DecodeError as `track_of` and `Sound.get` do."""
+def check_track(video: AVDecoder) -> Doubt | None:
+    """Decode the sound of a video, without holding it, and return what is odd about it.
+
+    Raises DecodeError as `track_of` and `Sound.get` do.
+    """
     with video:
-        if video.has_audio_stream() and (track := track_of(video, rate=1)) is not None:
-            before = round((track.begin - video.get_time_range(video=False, audio=True)[0]) * track.own_rate)
-            _check_length(video.name, video.count_samples() - before, track.own_length - track.lead, track.own_rate)
+        if not video.has_audio_stream() or (track := track_of(video, rate=1)) is None:
+            return None
+        before = round((track.begin - video.get_time_range(video=False, audio=True)[0]) * track.own_rate)
+        blocks = video.map_sound(lambda at, samples: (at + samples.shape[1], _Loudness.of(as_floats(samples))))
+        there = max(end for end, _ in blocks)
+        _check_length(video.name, there - before, track.own_length - track.lead, track.own_rate)
+        return _Loudness(*map(sum, zip(*(loudness for _, loudness in blocks), strict=True))).doubt()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,14 +276,41 @@ def _samples(value: Any) -> np.ndarray:
 def _mono(samples: np.ndarray) -> tuple[np.ndarray, Doubt | None]:
     """Return the mean of channels (channels, samples), float32, and what is odd about it."""
     floats = np.atleast_2d(as_floats(samples))
-    mono = floats[0] if len(floats) == 1 else floats.mean(axis=0, dtype=np.float32)
-    heard = _energy(mono)
-    if len(mono) and heard <= _SILENT * len(mono):
-        is_still = len(floats) == 1 or _energy(floats) <= _SILENT * floats.size
-        return mono, "silent" if is_still else "cancelled"
-    if len(floats) > 1 and heard < _CANCELLED * _energy(floats) / len(floats):
-        return mono, "cancelled"
-    return mono, "loud" if heard > len(mono) else None
+    mono = _mean(floats)
+    return mono, _Loudness.of(floats, mono).doubt()
+
+
+def _mean(floats: np.ndarray) -> np.ndarray:
+    mean: np.ndarray = floats[0] if len(floats) == 1 else floats.mean(axis=0, dtype=np.float32)
+    return mean
+
+
+class _Loudness(NamedTuple):
+    """Sums over a sound, or over a block of it.
+
+    Attributes:
+        heard: The energy of the mean of its channels.
+        energy: That of its channels, in the mean.
+        count: The number of samples of a channel.
+    """
+
+    heard: float = 0.0
+    energy: float = 0.0
+    count: int = 0
+
+    @classmethod
+    def of(cls, floats: np.ndarray, mono: np.ndarray | None = None) -> _Loudness:
+        """Return that of samples (channels, samples), whose mean may be known."""
+        heard = _energy(_mean(floats) if mono is None else mono)
+        return cls(heard, heard if len(floats) == 1 else _energy(floats) / len(floats), floats.shape[1])
+
+    def doubt(self) -> Doubt | None:
+        """Return what is odd."""
+        if self.count and self.heard <= _SILENT * self.count:
+            return "silent" if self.energy <= _SILENT * self.count else "cancelled"
+        if self.heard < _CANCELLED * self.energy:
+            return "cancelled"
+        return "loud" if self.heard > self.count else None
 
 
 def _energy(samples: np.ndarray) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, is_dataclass, replace
@@ -51,7 +52,8 @@ from energon_bridge.core.format.tar_index import find_pieces
 from energon_bridge.core.samples import CrudeSample, SourceInfo
 from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
-from energon_bridge.models.conversations.parts import MEDIA
+from energon_bridge.models.conversations.parts import MEDIA, medium_by_name
+from energon_bridge.models.conversations.segments import changes_beside
 from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
 from energon_bridge.models.conversations.withheld import fault_of_verdict, held_out_by
 from energon_bridge.tools.convert.conversations import is_conversation
@@ -112,7 +114,7 @@ class ShardReport:
     those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed;
     `silent`, `cancelled` and `loud` of those with an odd sound (`Doubt` of `models/families/sound.py`).
     Of samples of a field map: `rejected` of those that their JSON says annotators rejected, `held_out` of those that it
-    says are for tests, where others of the shard are not.
+    says are for tests, where others of the shard are not, `changed` of those whose media it says are turned or faster.
     """
 
     shard: str
@@ -127,6 +129,7 @@ class ShardReport:
     loud: tuple[str, ...] = ()
     rejected: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 def lint_parts(
@@ -349,6 +352,7 @@ class _ShardCheck:
         self._raw: list[str] = []
         self._rejected: list[str] = []
         self._held_out: dict[bool, list[str]] = {}
+        self._changed: list[str] = []
         self._turned: list[str] = []
         self._unopened: list[str] = []
         self._sounds: dict[str, list[str]] = {"silent": [], "cancelled": [], "loud": []}
@@ -462,7 +466,7 @@ class _ShardCheck:
             if isinstance(sample, CrudeSample):
                 self._cook(sample)
             else:
-                self._note_withheld(key, decoded)
+                self._note_beside(key, decoded)
             self._raw += [key] * _has_raw(dataset.sample_type, fields)
         except FieldAccessError as error:
             self.report(dataset.missing_field(decoded, parts) or error, key=key)
@@ -482,17 +486,20 @@ class _ShardCheck:
                 self.report(error, key=key, part=part)
         return decoded
 
-    def _note_withheld(self, key: str, decoded: Mapping[str, Any]) -> None:
-        """Note what the JSON beside the fields says: that a sample is rejected, held out, or to be learned."""
+    def _note_beside(self, key: str, decoded: Mapping[str, Any]) -> None:
+        """Note what the JSON beside the fields says: that a sample is rejected, held out, turned, faster."""
         if (mapped := self._dataset.field_map) is None:
             return
         accesses = [parse_access(access, where="", field=field) for field, access in mapped.fields.items()]
         taken = {step for options in accesses for _, steps in options for step in steps}
+        there = Counter(kind for part in decoded if (kind := medium_by_name(part)) is not None)
         for content in decoded.values():
             if not isinstance(content, Mapping):
                 continue
             beside = {name: value for name, value in content.items() if name not in taken}
             self._rejected += [key] * (fault_of_verdict(beside, ()) is not None)
+            changes = {change for _, change in changes_beside(beside, there)}
+            self._changed += [key] * (not changes.isdisjoint(("turned", "faster")))
             if (said := held_out_by(beside)) is not None:
                 self._held_out.setdefault(said[2], []).append(key)
 
@@ -526,6 +533,7 @@ class _ShardCheck:
             **{name: (*keys,) for name, keys in self._sounds.items()},
             rejected=(*self._rejected,),
             held_out=(*self._held_out[True],) if len(self._held_out) > 1 else (),
+            changed=(*self._changed,),
         )
 
 
@@ -546,8 +554,7 @@ def decode_whole(part: str, data: memoryview) -> tuple[Any, str | None]:
             return value, sound_of(value, rate=value.get_audio_samples_per_second()).decoded()[1]
         frames = value.get_metadata(get_audio=False).video_num_frames
         value.map_frames(range(frames or 1), lambda pixels: None)
-        check_track(value)
-    return value, None
+        return value, check_track(value)
 
 
 class _AnyStore:

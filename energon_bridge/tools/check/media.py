@@ -37,6 +37,7 @@ from energon_bridge.core.errors import (
 )
 from energon_bridge.core.format.key_index import copy_key_index, sqlite_uri
 from energon_bridge.core.format.media import (
+    BY_EXTENSION,
     HEAD_BYTES,
     AVMetadata,
     ImageMetadata,
@@ -450,7 +451,7 @@ class MediaFilter:
             lower = name.lower()
             names = (lower, lower.rpartition("/")[2])
             return any(fnmatchcase(one, pattern) for pattern in self._patterns() for one in names)
-        return self.reads_files or kind_by_name(name) is not None
+        return self.reads_files or name.rpartition(".")[2].lower() in BY_EXTENSION
 
     def kind_of(self, name: str, head: bytes) -> MediaKind | None:
         """Return the kind of a file that may pass; None if it is no media. `head` are its first HEAD_BYTES."""

@@ -54,6 +54,10 @@ _SURPRISES = {
     "loud": ("a sound whose samples lie far beyond [-1, 1]", "They are taken as they are: scale them."),
     "rejected": ("a key beside its fields by which annotators rejected it", _TAKEN),
     "held_out": ("a key beside its fields that says it is held out, unlike others of its shard", _TAKEN),
+    "changed": (
+        "a key beside its fields that says its media are turned, mirrored or faster",
+        "That is not applied: if it should be, change its file beforehand.",
+    ),
 }
 """The message, with the remedy, for each list of keys in a `ShardReport`."""
 

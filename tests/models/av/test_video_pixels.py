@@ -389,6 +389,61 @@ def test_what_players_do_besides_is_said_once(
         assert "the video of part 'a.mov'" in message
 
 
+def bare(codec: str, rate: int, size: tuple[int, int] = (96, 64), count: int = 12) -> bytes:
+    """Return a video without a container; black, with as many white columns as its number."""
+    form = {"libx264": "h264", "libx265": "hevc"}.get(codec, codec)
+    out = io.BytesIO()
+    with av.open(out, "w", format=form) as file:
+        stream = file.add_stream(codec, rate=rate, options={"x265-params": "log-level=none"} if form == "hevc" else {})
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for number in range(count):
+            rows = np.zeros((size[1], size[0], 3), np.uint8)
+            rows[:, :number] = 255
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(rows, format="rgb24")))
+        file.mux(stream.encode(None))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("codec", "rate", "told"),
+    [("libx264", 30, 30), ("libx265", 50, 50), ("mpeg1video", 30, 30), ("mpeg2video", 24, 24), ("mjpeg", 30, 25)],
+)
+def test_frames_without_times_are_numbered_and_that_is_said(
+    codec: str, rate: int, told: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_warned", set())
+    data = bare(codec, rate)
+    with av.open(io.BytesIO(data)) as file:
+        expected = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    decoder = AVDecoder(data, name="a.mp4")
+    metadata = decoder.get_metadata()
+    assert (metadata.video_num_frames, metadata.video_fps) == (12, told)
+    assert metadata.video_duration == pytest.approx(12 / told)
+    assert decoder.get_frame_times(range(12)) == pytest.approx([number / told for number in range(12)], abs=1e-5)
+    for _ in range(2):
+        shown = decoder.get_video().video_clips[0].permute(0, 2, 3, 1).numpy()
+        np.testing.assert_array_equal(shown, expected)
+    (message,) = caplog.messages
+    assert "the video of part 'a.mp4' is a bare stream without a container" in message
+
+
+@pytest.mark.parametrize("first", [0, 15])
+def test_a_video_that_changes_its_size_is_told(
+    first: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_warned", {"untimed"})
+    data = bare("libx264", 25) + bare("libx264", 25, (64, 128))
+    with av.open(io.BytesIO(data)) as file:
+        expected = [frame.to_ndarray(format="rgb24").shape[:2] for frame in file.decode(video=0)]
+    assert expected == [(64, 96)] * 12 + [(128, 64)] * 12
+    decoder = AVDecoder(data, name="a.mp4")
+    ((clip,), _) = decoder.get_video_clips([(first, 20)], "frames")
+    assert clip.shape == (21 - first, 3, *expected[first])
+    (message,) = caplog.messages
+    assert "the video of part 'a.mp4' changes its size" in message
+
+
 # Matrices a, b, c, d of a header, by which (x, y) is shown at (a x + c y, b x + d y), and what ffmpeg makes of them.
 SHOWN = {
     "left to right": ((-1, 0, 0, 1), lambda rows: rows[:, :, ::-1]),

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -386,6 +387,40 @@ def test_sounds_that_a_model_hears_nothing_of_are_counted(tmp_path: Path) -> Non
         "4.wav": sounds_of(wave * 30000),
     }
     write_tar(tmp_path / "data/s.tar", list(files.items()))
+    prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=CRUDE)
+    code, report = lint(tmp_path / "data")
+    assert (code, report["problems"]) == (0, [])
+    found = [warning.partition("train: ")[2].partition(". ")[0] for warning in report["warnings"]]
+    assert found == [
+        "1 sample with a sound in which nothing is heard; the first is s.tar/1",
+        "1 sample with a sound whose channels cancel each other; the first is s.tar/2",
+        "1 sample with a sound whose samples lie far beyond [-1, 1]; the first is s.tar/4",
+    ]
+
+
+def video_with_sound(samples: np.ndarray) -> bytes:
+    """Return a video of a second whose sound has these samples (count, channels), floats at 16 kHz."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as file:
+        shown = file.add_stream("mpeg4", rate=8)
+        shown.width, shown.height, shown.pix_fmt = (16, 16, "yuv420p")
+        layout = "mono" if samples.shape[1] == 1 else "stereo"
+        heard = file.add_stream("pcm_f32le", rate=16000, layout=layout)
+        for _ in range(8):
+            file.mux(shown.encode(av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), format="rgb24")))
+        sound = np.ascontiguousarray(samples.astype("f4")).reshape(1, -1)
+        frame = av.AudioFrame.from_ndarray(sound, format="flt", layout=layout)
+        frame.sample_rate = 16000
+        for stream, last in ((heard, frame), (heard, None), (shown, None)):
+            file.mux(stream.encode(last))
+    return out.getvalue()
+
+
+def test_the_sounds_of_videos_are_looked_at_too(tmp_path: Path) -> None:
+    wave = np.sin(np.arange(16000) / 5)[:, None] * 0.5
+    sounds = (wave, 0 * wave, wave * [1, -1], wave * [1, 0], wave * 30000)
+    files = [(f"{number}.mkv", video_with_sound(samples)) for number, samples in enumerate(sounds)]
+    write_tar(tmp_path / "data/s.tar", files)
     prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=CRUDE)
     code, report = lint(tmp_path / "data")
     assert (code, report["problems"]) == (0, [])

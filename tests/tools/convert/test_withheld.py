@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clips import write_video
 from commands import energon, output_of
 from delivered import delivered
 from object_server import serving
@@ -456,3 +457,27 @@ def test_lint_names_them_beside_the_fields_of_a_field_map(tmp_path: Path) -> Non
     assert "a.tar/1" in told
     assert "1 sample with a key beside its fields by which annotators rejected it; the first is a.tar/3" in told
     assert "held out" not in output_of("lint", str(tmp_path / "same"))
+
+
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ({"rotation": 90}, 1),
+        ({"flip": True}, 1),
+        ({"speed": 1.5}, 1),
+        ({"rotation": 0, "speed": 1.0}, 0),
+        ({"weight": 2}, 0),
+    ],
+)
+def test_lint_names_turns_and_speeds_beside_the_fields_of_a_field_map(
+    tmp_path: Path, beside: dict[str, Any], told: int
+) -> None:
+    content = json.dumps({"question": "what?", "answers": ["a dog"], **beside}).encode()
+    video = write_video(tmp_path / "a.mp4", frames=4).read_bytes()
+    write_tar(tmp_path / "data/a.tar", [("0.json", content), ("0.mp4", video)])
+    places = '{"video": "mp4", "context": "json[question]", "answers": "json[answers]"}'
+    fields = ("--sample-type", "VidQASample", "--field-map", places)
+    output_of("prepare", tmp_path / "data", "--non-interactive", "--split-ratio", "1,0,0", *fields)
+    said = output_of("lint", str(tmp_path / "data"))
+    assert said.count("1 sample with a key beside its fields that says its media are turned") == told
+    assert "All 1 samples load." in said or "The one sample loads." in said
