@@ -43,6 +43,7 @@ from energon_bridge.trainers.replica import Balance
 with optional_packages():
     from transformers import Trainer, TrainerCallback
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -248,9 +249,30 @@ class EnergonTrainer(Trainer):
         dataloader = EnergonDataloader(loader, balance=self._balance)
         batches = TrainBatches(dataloader, steps, self.train_dataset, self._model_inputs)
         if self._resume_from is not None:
-            batches.restore(_read_states(self._resume_from))
+            states = _read_states(self._resume_from)
+            batches.restore(states)
+            if self.accelerator.process_index == 0:
+                self._name_other_steps(states[0]["microbatches"], spec)
         self._train_batches = batches
         return batches
+
+    def _name_other_steps(self, delivered: int, spec: DatasetSpec) -> None:
+        """Warn if the optimizer steps of the checkpoint were of another number of microbatches than those to come."""
+        steps = _steps_done(str(self._resume_from))
+        ranks, accumulate = spec.worker_config.dp_size, self.args.gradient_accumulation_steps
+        now = ranks * accumulate
+        if not steps or delivered == now * steps or delivered % steps:  # then they had changed before
+            return
+        before = delivered // steps
+        rows = spec.settings.rows
+        logger.warning(
+            "EnergonTrainer: the optimizer steps until this checkpoint had %d samples, and those from here on have %d "
+            "(batch size %d x gradient_accumulation_steps=%d x %d processes). To keep them, resume with %s",
+            *(before * rows, now * rows, rows, accumulate, ranks),
+            f"gradient_accumulation_steps={before // ranks}"
+            if before % ranks == 0
+            else f"a number of processes that divides {before}",
+        )
 
     def data_states(self) -> list[Any]:
         """Return the states of the training data of all data-parallel ranks; every process must call this."""
@@ -463,6 +485,15 @@ class _SaveData(TrainerCallback):
             return
         path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", STATE_FILE)
         write_file(path, (json.dumps(states).encode(),))
+
+
+def _steps_done(checkpoint: str) -> int:
+    """Return the optimizer steps of a checkpoint of the Trainer; 0 if it does not say."""
+    try:
+        with open(os.path.join(checkpoint, TRAINER_STATE_NAME)) as file:
+            return int(json.load(file)["global_step"])
+    except (OSError, ValueError, KeyError):  # the Trainer itself says so
+        return 0
 
 
 def _read_states(checkpoint: str) -> list[Any]:

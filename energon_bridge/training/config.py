@@ -156,6 +156,7 @@ class DataConfig:
             ranks run the whole model, as FSDP and ZeRO need it.
         error_policy: Fields of `ErrorPolicy`, such as `{quarantine: failed.jsonl}` (in the working directory).
         ban: A file of keys, one a line: these training samples are withdrawn from where the run begins or goes on.
+        ban_dataset: Path of the only dataset of the mix in which `ban` withdraws them; null: all that have the keys.
         settings: Further settings of the data module, by name.
     """
 
@@ -188,6 +189,7 @@ class DataConfig:
     blank_media: bool = False
     error_policy: dict[str, Any] | None = None
     ban: str | None = None
+    ban_dataset: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -428,6 +430,8 @@ class RunConfig:
         yield from self._wrong_max_tokens()
         if (self.data.min_pixels or 0) > (self.data.max_pixels or math.inf):
             yield f"data.min_pixels={self.data.min_pixels} is more than data.max_pixels={self.data.max_pixels}"
+        if self.data.ban_dataset is not None and self.data.ban is None:
+            yield f"data.ban_dataset={self.data.ban_dataset} limits data.ban, which is not set: name a file of keys"
         if self.data.shuffle_images and self.data.micro_batch_size < 2:
             yield "data.shuffle_images=true needs data.micro_batch_size of at least 2"
 

@@ -39,6 +39,7 @@ _CALLED = {
     "max_sound_seconds": "data.max_sound_seconds",
     "max_steps": "train.max_steps",
     "on_mismatch": "data.on_mismatch=adapt",
+    "seq_length": "data.seq_length",
     "today": "data.today",
     "trust_remote_code": "data.trust_remote_code=true",
     "video_sound": "data.video_sound",

@@ -117,11 +117,11 @@ def withdraw(config: RunConfig, data: EnergonMultiModalDataModule) -> None:
     """Withdraw the training samples that a configuration bans, after the state of the run has been restored.
 
     Raises:
-        ConfigurationError: The file has a key that no dataset has.
+        ConfigurationError: The file has a key that no dataset has, or the mix has no such dataset.
         StorageError: It cannot be read.
     """
     if config.data.ban is not None:
-        data.ban(load_keys(config.data.ban))
+        data.ban(load_keys(config.data.ban), dataset=config.data.ban_dataset)
 
 
 def _sample_types(data: DataConfig) -> set[type]:

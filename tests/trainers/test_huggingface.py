@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,14 @@ pytest.importorskip("accelerate")
 from forked import become_rank, free_port, run_forked
 from made import made_once
 
-from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset, make_balance
+from energon_bridge import (
+    WorkerConfig,
+    get_loader,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+    make_balance,
+)
 from energon_bridge.core.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
 from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.trainers.huggingface import STATE_FILE, Described, EnergonTrainer, model_inputs
@@ -178,6 +187,32 @@ def test_a_checkpoint_without_data_is_refused(data: Path, tmp_path: Path) -> Non
     (tmp_path / STATE_FILE).write_text("{}")
     with pytest.raises(StateFormatError, match="expected a list of the states of all ranks"):
         trainer.get_train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("processes", "accumulate", "said"),
+    [
+        (1, 2, None),
+        (2, 1, None),
+        (2, 2, r"had 4 samples, and .* have 8 \(batch size 2 .*=2 x 2 .*\)\. .* gradient_accumulation_steps=1$"),
+        (4, 1, r"had 4 samples, and .* have 8 \(batch size 2 .*=1 x 4 .*\)\. .* a number of processes that divides 2$"),
+    ],
+)
+def test_other_steps_after_a_resume_are_said(
+    processes: int, accumulate: int, said: str | None, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint is that of one process with two microbatches of two samples a step."""
+    spec = train_spec(data, config=WorkerConfig(num_workers=0, num_lanes=4))
+    loader = get_savable_loader(spec)
+    for _ in islice(loader, 2 * STOP):
+        pass
+    (tmp_path / STATE_FILE).write_text(json.dumps([loader.save_state_rank()]))
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": STOP}))
+    trainer = trainer_on(0, processes, train_dataset=Described(spec), _resume_from=str(tmp_path))
+    trainer.args.gradient_accumulation_steps = accumulate
+    trainer.get_train_dataloader()
+    messages = [record.getMessage() for record in caplog.records if "optimizer steps" in record.getMessage()]
+    assert [bool(re.search(said, one)) for one in messages] == [True] if said else not messages, messages
 
 
 def test_processes_that_share_a_replica_load_the_same(data: Path) -> None:

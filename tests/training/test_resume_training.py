@@ -276,13 +276,20 @@ def test_samples_are_withdrawn_where_a_run_goes_on_and_stay_so(
     run_dir = tmp_path / "run"
     first = train_on(1, configuration(dataset, run_dir, *EPOCH), tmp_path / "first", stop_at=8)
     assert first == {step: steps[step] for step in range(8)}
-    banning = configuration(dataset, run_dir, *EPOCH, f"data.ban={tmp_path / 'gone.txt'}")
+    banning = configuration(
+        dataset, run_dir, *EPOCH, f"data.ban={tmp_path / 'gone.txt'}", f"data.ban_dataset={dataset}"
+    )
     second = train_on(ranks, banning, tmp_path / "second", resume=True, stop_at=13)
     third = train_on(1, configuration(dataset, run_dir, *EPOCH), tmp_path / "third", resume=True)
     assert [*second, *third] == [*range(5, 13), *range(10, 20)]
     seen = {key for some in (second, third) for each in some.values() for keys in each for key in keys.split(",")}
     assert seen >= {*later} - {*gone}
     assert not seen & {*gone}
+    elsewhere = configuration(
+        dataset, run_dir, *EPOCH, f"data.ban={tmp_path / 'gone.txt'}", "data.ban_dataset=/elsewhere"
+    )
+    with pytest.raises(ConfigurationError, match="'/elsewhere' is not the path of a dataset of the mix"):
+        training.dry_run(elsewhere)
     (tmp_path / "gone.txt").write_text("nobody\n")
     with pytest.raises(ConfigurationError, match=r"ban: 1 of 1 keys are not in .*: 'nobody'"):
         training.dry_run(banning)

@@ -72,6 +72,7 @@ def test_unknown_keys_are_refused_with_the_nearest_match(override: str, nearest:
         ("optimizer.lr=fast", "optimizer.lr must be float, got 'fast'"),
         ("optimizer.lr=null", "optimizer.lr must be float, got None"),
         ("data.shuffle_images=1", "data.shuffle_images must be bool, got 1"),
+        ("data.ban_dataset=x", "data.ban_dataset=x limits data.ban, which is not set: name a file of keys"),
         ("data.num_lanes=[1]", "data.num_lanes must be int or null"),
         ("data=3", "data is a section"),
         ("seed", "must have the form section.key=value"),

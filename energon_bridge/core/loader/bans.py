@@ -20,6 +20,7 @@ from energon_bridge.core.format.tar_index import scan_tar
 from energon_bridge.core.loader.run_plan import RunPlan
 from energon_bridge.core.loader.saved_run import SavedRun
 from energon_bridge.core.mix.leaves import OpenLeaf
+from energon_bridge.core.mix.paths import resolve_path
 from energon_bridge.core.order.changes import Ban, LeafBans, new_keys, with_ban, with_samples
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.storage import open_store
@@ -137,11 +138,13 @@ Found = dict[str, IntArray]
 
 
 def checked_path(leaves: Sequence[OpenLeaf], path: str) -> str:
-    """Return the path of the only dataset in which samples are banned; empty: all.
+    """Return the path of the only dataset in which samples are banned; empty: all. It may be relative.
 
     Raises:
         ConfigurationError: The mix has no such dataset.
     """
+    if path and not _leaves_of(leaves, path):
+        path = resolve_path(path, base=os.getcwd(), where="ban")
     if not _leaves_of(leaves, path):
         raise ConfigurationError(
             f"ban: dataset={path!r} is not the path of a dataset of the mix, which has {_paths(leaves)}"

@@ -310,7 +310,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             from_draw: Global draw from which they are banned (of draws that were made, nothing is taken back, and a
                 warning names the first one left); default: the first one that some lane has not made. Passes that are
                 packed or grouped: from the next pass on. Validation takes none: there they are banned at once.
-            dataset: Path of the only dataset in which they are banned; default: all.
+            dataset: Path of the only dataset in which they are banned; default: all, also those that join later.
             ignore_unknown: Warn of keys that no dataset has, and record them, instead of refusing all.
 
         Returns:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from energon_bridge.core.encoder.decoder import SampleDecoder
-from energon_bridge.core.encoder.hooks import count_over_long
+from energon_bridge.core.encoder.hooks import MAX_LIMIT
 from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.models.conversations.batching import SequenceTaskEncoder
 from energon_bridge.models.conversations.blank_media import Blank, BlankMedia, blank_image, blank_kinds
@@ -34,7 +34,9 @@ from energon_bridge.models.conversations.sequences import (
     MultiModalSample,
     PatchGrid,
     Sequencer,
+    count_truncated,
     mrope_positions,
+    nothing_learned,
 )
 from energon_bridge.models.conversations.templates import (
     RunDay,
@@ -173,11 +175,12 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
             visual = self._fill(sequence, rendered, content.images)
             finished = sequence.finish(self.config.ignore_place_holder)
             if finished is None:
-                raise SampleError(
-                    f"nothing to learn: seq_length={self.seq_length} is too short for an answer's first token"
-                )
+                whole = Sequencer(longest=MAX_LIMIT)
+                self._fill(whole, rendered, content.images)
+                raise SampleError(nothing_learned(whole.learned, self.seq_length, sequence.longest))
             if sequence.cut:
-                count_over_long("truncated")
+                length = len(sequence.tokens) - 1 + sequence.left
+                count_truncated(sample_key(sample), f"at least {length}", len(finished[0]), self.seq_length)
         except SampleError as error:
             raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
@@ -229,7 +232,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
         for piece, part in zip(rendered.pieces, texts, strict=True):
             for number in range(len(part)):
                 if sequence.full:
-                    sequence.cut = True
+                    sequence.cut_off(sum(map(len, tokens)))
                     return visual
                 if number:
                     if self.image_processor is None:
@@ -240,8 +243,7 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
                     image = process_image(self.image_processor, images[len(visual)], self._path, self._dtype)
                     expanded = self._image_tokens(image)
                     if not sequence.has_room(len(expanded)):
-                        self._check_something_learned(sequence, len(expanded))
-                        sequence.cut = True
+                        sequence.cut_off(len(expanded) + sum(map(len, tokens)))
                         return visual
                     visual.append(image)
                     sequence.add(expanded, learned=False)
@@ -312,14 +314,6 @@ class MultiModalTaskEncoder(SequenceTaskEncoder):
             return torch.arange(len(tokens)).expand(3, -1)
         types = torch.eq(tokens, self._image_token_id).long().numpy()
         return mrope_positions(types, {1: [PatchGrid(*grid) for grid in grids.tolist()]}, int(merge_size))
-
-    def _check_something_learned(self, sequence: Sequencer, image_tokens: int) -> None:
-        before = len(sequence.tokens)
-        if not any(sequence.learned[1:]):
-            raise SampleError(
-                f"seq_length={self.seq_length} would cut into the image, which takes {image_tokens} tokens after "
-                f"{before} tokens of text; set seq_length to at least {before + image_tokens + 1}"
-            )
 
     @cached_property
     def _dtype(self) -> torch.dtype:

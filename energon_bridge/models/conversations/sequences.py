@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from energon_bridge.core.errors import SampleError, UnfitSampleError
+from energon_bridge.core.encoder.hooks import count_over_long
+from energon_bridge.core.errors import SampleError, UnfitSampleError, called
 from energon_bridge.core.samples import Batch, Sample, Segment, edataclass, segments_of
 from energon_bridge.core.samples.stacking import batch_stack, copy_numbers, zeros
+from energon_bridge.models.conversations.conversation import warn_once
 from energon_bridge.models.conversations.texts import as_array
 from energon_bridge.models.images.visual import concat_visual
 
@@ -104,12 +106,14 @@ class Sequencer:
         longest: The most input tokens. One more is kept, since the last input token needs the next one as its label.
         learned: One byte for each token: 1 if it is learned, else 0.
         cut: Whether a part of the sample did not fit.
+        left: Tokens of the texts, and of the first image, that were not added for that.
     """
 
     longest: int
     tokens: list[int] = field(default_factory=list)
     learned: bytearray = field(default_factory=bytearray)
     cut: bool = False
+    left: int = 0
 
     @property
     def full(self) -> bool:
@@ -124,6 +128,11 @@ class Sequencer:
         """Add tokens at the end."""
         self.tokens += tokens
         self.learned += (b"\1" if learned else b"\0") * len(tokens)
+
+    def cut_off(self, left: int) -> None:
+        """Note that `left` tokens are not added."""
+        self.cut = True
+        self.left = left
 
     def finish(self, ignore: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return tokens, labels and loss mask, cut to the longest length; None if that leaves nothing to learn."""
@@ -142,6 +151,42 @@ def finished(sequence: np.ndarray, learned: np.ndarray, ignore: int) -> tuple[Te
     labels = np.where(mask, sequence[1:], ignore)
     return torch.from_numpy(sequence[:-1].copy()), torch.from_numpy(labels), torch.from_numpy(mask)
 
+
+def nothing_learned(learned: Sequence[int], limit: int, longest: int, why: str = "") -> str:
+    """Return what to say of a sample that is cut before the first token to learn.
+
+    Args:
+        learned: 0 or 1 for each token of the whole sample, as `finished` takes it.
+        limit: `seq_length`.
+        longest: The tokens of it that samples may have.
+        why: What else to say of the cut.
+    """
+    first = next((place for place, one in enumerate(learned) if one and place), None)
+    if first is None:
+        return "nothing to learn: the sample has no text to learn"
+    beside = limit - longest
+    return (
+        f"nothing to learn: seq_length={limit} ends before the text to learn begins{why}; set seq_length"
+        f"{called('seq_length')} to at least {first + beside} ({len(learned) - 1 + beside} for all of the sample)"
+    )
+
+
+def count_truncated(key: object, whole: int | str, kept: int, limit: int | None) -> None:
+    """Count a sample of `whole` tokens of which `kept` are left, and say so, once, of the first in a process.
+
+    `limit` is `seq_length`; None: a limit on images cuts it.
+    """
+    count_over_long("truncated")
+    name = "a limit on images" if limit is None else f"seq_length={limit}{called('seq_length')}"
+    warn_once(
+        "truncated",
+        _said,
+        f"sample {key!r} has {whole} tokens and is cut to {kept} by {name}: the rest is not learned. "
+        "`truncated` of metrics(), and the report, count such samples",
+    )
+
+
+_said: set[str] = set()
 
 TOKEN_INPUTS: Mapping[str, int] = {"cross_attention_mask": 0, "moe_mm_token_type_ids": 0, "token_type_ids": 1}
 """Inputs with an entry per token instead of per image: (1, tokens, …) in a sample, (B, S, …) in a batch; and their

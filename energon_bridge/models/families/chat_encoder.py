@@ -54,7 +54,9 @@ from energon_bridge.models.conversations.sample_encoders import (
 from energon_bridge.models.conversations.segments import MediaOptions
 from energon_bridge.models.conversations.sequences import (
     MultiModalSample,
+    count_truncated,
     finished,
+    nothing_learned,
 )
 from energon_bridge.models.conversations.templates import RunDay, control_tokens
 from energon_bridge.models.families.known_families import family_of, load_pretrained
@@ -393,13 +395,16 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         adds_bos = self._bos is not None and whole.rows[0, :1].tolist() != [self._bos]
         if self._bos is not None and adds_bos:
             whole = whole.after(self._bos)
-        rows, media = self._fitting(self._limited(whole))
+        limited = self._limited(whole)
+        rows, media = self._fitting(limited)
         kept = [place.plan for place in media]
         done = finished(rows[0], rows[1], self.config.ignore_index)
         if done is None:
-            raise SampleError(self._nothing_learned(plans, kept))
+            raise SampleError(self._nothing_learned(limited, plans, kept))
         if rows.shape[1] < whole.rows.shape[1]:
-            count_over_long("truncated")
+            by_length = rows.shape[1] < limited.rows.shape[1]
+            limit = self.config.seq_length if by_length else None
+            count_truncated(sample_key(sample), whole.rows.shape[1] - 1, len(done[0]), limit)
         tokens, labels, loss_mask = done
         types = rows[2, :-1]
         if isinstance(self.family, ProcessorFamily):
@@ -556,16 +561,20 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
             self._over(self.config.over_long, "seq_length", f"{total - 1} tokens, with seq_length={longest}")
         return found.until(min([longest + 1, *(place.start for place in found.media if place.end > longest)]))
 
-    def _nothing_learned(self, plans: Sequence[Plan], kept: Sequence[Plan]) -> str:
-        limit = f"seq_length={self.config.seq_length}"
-        if len(kept) < len(plans):
-            plan = plans[len(kept)]
-            which = f"{plan.kind} {len(kept) + 1} of {len(plans)} ({plan.tokens} tokens)"
+    def _nothing_learned(self, limited: Tokens, plans: Sequence[Plan], kept: Sequence[Plan]) -> str:
+        """Return what to say of a sample of which nothing is learned, and by which setting something would be."""
+        missing = plans[len(kept)] if len(kept) < len(plans) else None
+        which = "" if missing is None else f"{missing.kind} {len(kept) + 1} of {len(plans)} ({missing.tokens} tokens)"
+        if len(kept) == len(limited.media) < len(plans):
             return (
-                f"nothing to learn: {limit} has no room for {which}, or a limit on images leaves it out, and all text "
-                "to learn comes after it; raise the limit"
+                f"nothing to learn: max_num_images or max_visual_tokens leaves out {which}, and all text to learn "
+                "comes after it; raise the limit"
             )
-        return f"nothing to learn: {limit} ends before the text to learn begins; raise it"
+        why = f", for it has no room for {which}" if which else ""
+        said = nothing_learned(limited.rows[1].tolist(), self.config.seq_length, self._longest, why)
+        if missing is not None and missing.kind == "audio":
+            return f"{said}, or cut sounds off with max_sound_seconds{called('max_sound_seconds')}"
+        return said
 
     def _over(self, policy: str, limit: str, complaint: str) -> None:
         """Apply a policy: count the sample, and raise unless the policy cuts it."""

@@ -1,4 +1,7 @@
-"""`energon which STATE_OR_MIX --step S`: names the samples of steps, by arithmetic; reads no data."""
+"""`energon which STATE_OR_MIX --step S`: names the samples of steps, by arithmetic; reads no data.
+
+With `--find TEXT` it reads a dataset, and names the samples that have a text.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ import click
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.dataset_config import names_only
+from energon_bridge.core.worker_config import available_cores
 from energon_bridge.tools.cli.output import count_of, print_json, print_table
-from energon_bridge.tools.cli.run_options import mix_option, open_run, run_options
+from energon_bridge.tools.cli.run_options import is_mix, mix_option, open_run, run_options
 
 if TYPE_CHECKING:
+    from energon_bridge.core.format.dataset import PreparedDataset
     from energon_bridge.tools.forecast.planned_run import Run
     from energon_bridge.tools.forecast.samples import KeyNames, NamedMicrobatch
 
@@ -38,6 +43,12 @@ _AT_A_TIME = 10_000
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option("--row", type=click.IntRange(min=0), help="Only this row of each microbatch.")
 @mix_option
+@click.option(
+    "--find",
+    multiple=True,
+    metavar="TEXT",
+    help="Instead of a step: the samples of a dataset or mix with this word, file name or id. Reads all shards.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write a row per sample to this .parquet or .json file.")
 @run_options
 def command(
@@ -48,6 +59,7 @@ def command(
     microbatch: int | None,
     rank: int | None,
     row: int | None,
+    find: tuple[str, ...],
     out: Path | None,
     as_json: bool,
     **options: Any,
@@ -58,6 +70,7 @@ def command(
     energon which mix.yaml --step 100 --batch-size 8
     energon which loader.pt --step 5000 --world-size 8
     energon which --checkpoint step-0000150.ckpt --until 150 --out seen.parquet
+    energon which data/captions --find 4711.jpg
 
     States (one file, or those of several ranks) say everything but the number of ranks; with a mix (a dataset's folder
     or URL, or a metadataset's YAML file) give the options that the run was started with. A step is one of the
@@ -67,6 +80,10 @@ def command(
     from energon_bridge.tools.forecast.samples import KeyNames
 
     source += checkpoint
+    if find:
+        _check_find(source, find, [step, until, microbatch, rank, row, out])
+        _find(source[0], find, options, as_json=as_json)
+        return
     _check_options(source, step, until, microbatch, out)
     with names_only():
         run, notes = open_run(source, options, by_step=microbatch is None)
@@ -108,6 +125,61 @@ def _check_options(
         raise ConfigurationError(f"--out {out}: the name must end in .parquet or .json")
     if until is not None and (step or 0) >= until:
         raise ConfigurationError(f"--until {until} must be above --step {step}")
+
+
+def _check_find(source: Sequence[str], texts: Sequence[str], others: Sequence[object]) -> None:
+    """Raise ConfigurationError for what cannot be searched, and for options that `--find` does not take."""
+    if len(source) != 1 or not is_mix(source):
+        raise ConfigurationError("--find searches a dataset or a mix: give its folder, URL or YAML file, and no state")
+    if any(value is not None for value in others):
+        raise ConfigurationError(
+            "--find goes through all samples: leave out --step, --until, --microbatch, --rank, --row and --out"
+        )
+    if not all(text.strip() for text in texts):
+        raise ConfigurationError("--find needs a text, such as a file name")
+
+
+def _find(path: str, texts: Sequence[str], options: dict[str, Any], *, as_json: bool) -> None:
+    """Print the samples that hold one of some texts."""
+    from energon_bridge.tools.check.find import find_samples
+
+    datasets = _datasets(path, options)
+    searched = list(find_samples(datasets, texts, num_workers=min(16, available_cores())))
+    found = [one for of_shard in searched for one in of_shard.found]
+    unreadable = sum(of_shard.num_unreadable for of_shard in searched)
+    if as_json:
+        print_json({"found": [asdict(one) for one in found], "unreadable": unreadable})
+        return
+    rows = [
+        (
+            f"{one.path} [{one.split_part}]" if one.split_part else one.path,
+            one.shard,
+            one.key + " (excluded)" * one.excluded,
+            str(one.shard_index),
+            one.part,
+            one.excerpt,
+        )
+        for one in found
+    ]
+    if rows:
+        print_table(("dataset", "shard", "key", "in shard", "part", "text"), rows, left=3)
+    count = sum(dataset.num_samples for dataset in datasets)
+    click.echo(f"{len(found):,} of {count_of(count, 'sample')} {'has' if len(found) == 1 else 'have'} it.")
+    if unreadable:
+        why = next(of_shard.why for of_shard in searched if of_shard.why)
+        click.echo(f"Not searched, for they cannot be read: {count_of(unreadable, 'sample')}. The first: {why}")
+
+
+def _datasets(path: str, options: dict[str, Any]) -> list[PreparedDataset]:
+    """Return the datasets of a mix, or one with its split parts: the part that is asked for, or all."""
+    from energon_bridge.tools.check.lint import lint_mix, lint_parts
+
+    parts = (options["split_part"],) if options["split_part"] else ()
+    trust = options["trust_remote_code"]
+    if path.endswith((".yaml", ".yml")):
+        return lint_mix(path, split_parts=parts, trust_remote_code=trust)[0]
+    files = {name: options[name] for name in ("split_config", "dataset_config")}
+    return lint_parts(path, split_parts=parts, trust_remote_code=trust, **files)[0]
 
 
 def _named(

@@ -233,6 +233,13 @@ def test_a_key_is_banned_in_all_datasets_or_in_one(data: Path, caplog: pytest.Lo
         assert kept == {"text", "b"} - gone
 
 
+def test_a_dataset_is_named_as_when_it_is_opened(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data)
+    (loader,) = loaders_of(mixed(data, [(data / "text", 1), (data / "b", 1)]), 1, 0)
+    loader.ban(["00003"], dataset="./b/")
+    assert loader.save_state_rank()["bans"] == [[0, ["00003"], str(data / "b")]]
+
+
 def test_a_dataset_that_was_moved_keeps_its_bans(tmp_path: Path) -> None:
     for name in "ab":
         text_dataset(tmp_path / name, train=[9, 11 + (name == "b")])

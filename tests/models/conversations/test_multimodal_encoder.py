@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,10 +135,17 @@ def test_the_shortest_sequences_still_learn_something(seq_length: int, learned: 
 
 
 def test_lengths_without_room_and_unknown_image_tokens_are_refused() -> None:
-    with pytest.raises(SampleError, match="would cut into the image, which takes 3 tokens"):
-        encoder(3, image_tokens_per_image=lambda visual: 3).encode_sample(caption())
-    with pytest.raises(SampleError, match="nothing to learn"):
-        encoder(5).encode_sample(question("<image> a question of many words", answers=["x"]))
+    for make, sample in (
+        (partial(encoder, image_tokens_per_image=lambda visual: 3), caption()),
+        (encoder, question("<image> a question of many words", answers=["x"])),
+    ):
+        whole = make().encode_sample(sample)
+        needed = int(whole.loss_mask.argmax()) + 1  # labels are shifted by one: this many inputs give the first one
+        assert make(needed).encode_sample(sample).loss_mask.sum() == 1
+        said = rf"to at least {needed} \({len(whole.tokens)} for all of the sample\)"
+        for length in range(1, needed):
+            with pytest.raises(SampleError, match=rf"nothing to learn: seq_length={length} ends .*{said}"):
+                make(length).encode_sample(sample)
     with pytest.raises(ConfigurationError, match="set seq_length to more than 16"):
         encoder(16, image_tokens_per_image=16)
     with pytest.raises(ConfigurationError, match="'<picture>'"):

@@ -22,6 +22,7 @@ from energon_bridge.core.errors import (
     SkipSample,
     UnfitSampleError,
 )
+from energon_bridge.models.conversations import sequences
 from energon_bridge.models.conversations.conversation import read_conversation
 from energon_bridge.models.conversations.rendering import TextPiece
 from energon_bridge.models.conversations.templates import ChatTemplate
@@ -443,9 +444,8 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 
 
 NOTHING = (
-    r"sample 'q': nothing to learn: seq_length=\d+ (ends before the text to learn begins; raise it|has no room for "
-    r"image [12] of 2 \(4 tokens\), or a limit on images leaves it out, and all text to learn comes after it; "
-    r"raise the limit)$"
+    r"sample 'q': nothing to learn: seq_length=\d+ ends before the text to learn begins(, for it has no room for "
+    r"image [12] of 2 \(4 tokens\))?; set seq_length to at least {needed} \({whole} for all of the sample\)$"
 )
 
 
@@ -458,7 +458,8 @@ def test_a_cut_leaves_a_prefix_of_the_tokens_and_never_part_of_an_image(family: 
     for length in range(1, len(whole.tokens) + 1):
         encoder = encoder_of(family, ChatConfig(seq_length=length))
         if length <= first:
-            with pytest.raises(SampleError, match=NOTHING):
+            said = NOTHING.format(needed=first + 1, whole=len(whole.tokens))
+            with pytest.raises(SampleError, match=said):
                 encoder.encode(content)
             continue
         with Setting(TALLY, tally := Counter()):
@@ -484,6 +485,30 @@ def test_samples_over_a_limit_are_dropped_or_stop_the_run(limit: str, policy: An
         encoder.encode(content)
     assert tally == ({"dropped": 1} if policy == "drop" else {})
     assert encoder.counts == {f"{policy} {limit}": 1}
+
+
+@pytest.mark.parametrize("cut", [{"seq_length": 20}, {"max_num_images": 1, "over_limit": "truncate"}])
+def test_the_first_sample_that_is_cut_is_named(
+    cut: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "_said", set())
+    content = chat("<image>a", "b", "<image>c", "d", images=[picture(), picture()])
+    whole = len(encoder_of("qwen2_vl").encode(content).tokens)
+    assert not caplog.records
+    encoder = encoder_of("qwen2_vl", ChatConfig(**cut))
+    kept = {len(encoder.encode(content).tokens) for _ in range(2)}
+    by = "seq_length=20" if "seq_length" in cut else "a limit on images"
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"sample 'q' has {whole} tokens and is cut to {kept.pop()} by {by}: the rest")
+
+
+def test_a_limit_of_images_that_leaves_nothing_is_named() -> None:
+    encoder = encoder_of("qwen2_vl", ChatConfig(max_num_images=1, over_limit="truncate"))
+    limit = (
+        r"max_num_images or max_visual_tokens leaves out image 2 of 2 \(4 tokens\), and all text to learn comes after"
+    )
+    with pytest.raises(SampleError, match=limit):
+        encoder.encode(chat("<image>a<image>", "b", images=[picture(), picture()]))
 
 
 def test_a_limit_of_images_can_cut() -> None:
