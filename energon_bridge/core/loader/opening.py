@@ -19,9 +19,8 @@ _FAR_READERS = 16
 """Rounds read ahead at the same time if storage answers slowly."""
 _LEAST_AHEAD = 4
 """Draws of a lane read ahead, at least, if rounds are too large."""
-_TOGETHER_BYTES, _FAR_BYTES, _TOGETHER = 32 << 20, 64 << 20, 1024
-"""A lane reads several rounds of a leaf together, up to so many bytes of all lanes (of far storage: more, since its
-requests cost more than memory does), and up to so many samples."""
+_TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
+"""A lane reads several rounds of a leaf together, up to so many bytes of all lanes, and up to so many samples."""
 
 
 def open_pipeline(
@@ -51,7 +50,7 @@ def open_pipeline(
     # Approximate bytes if every lane holds one sample of every leaf.
     unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in data.leaves)
     is_far = any(leaf.is_far for leaf in data.leaves)
-    together = (_FAR_BYTES if is_far else _TOGETHER_BYTES) // unit
+    together = _TOGETHER_BYTES // unit
     settings = StreamSettings(
         run=run,
         config=config,
