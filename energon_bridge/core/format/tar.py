@@ -66,6 +66,8 @@ except ImportError:  # it was not compiled
     _tar = None  # type: ignore[assignment]
 
 BLOCK = 512
+HEAD = 256
+"""Bytes of a member that are read with its headers: sizes of images stand there, but behind EXIF or a profile."""
 _REGULAR = b"0\x007"
 _NO_CONTENT = b"123456"
 _HARD_LINK = 49  # "1"
@@ -369,11 +371,13 @@ def open_sample(
     where = f"{sample.url}, at byte {sample.offset}"
     names = ("", "")
     contents = dict[str, bytes | ByteRange]()
-    for names, member in _members(sample.size, lambda at: _member_at(sample, at), where):
+    begun = dict[int, bytes]()
+    for names, member in _members(sample.size, lambda at: _member_at(sample, at, begun), where):
         name = names[1]
         if parts is None or name in parts:
             offset = sample.offset + member.content
-            part = ByteRange(store=sample.store, rel=sample.rel, offset=offset, size=member.size)
+            head = begun[member.content]
+            part = ByteRange(store=sample.store, rel=sample.rel, offset=offset, size=member.size, head=head)
             if not member.regular:
                 part = _linked(member, follow, sample.url)
             if name in contents and part.read() != _read(contents[name]):
@@ -386,17 +390,22 @@ def _read(part: bytes | ByteRange) -> bytes:
     return part.read() if isinstance(part, ByteRange) else part
 
 
-def _member_at(sample: ByteRange, position: int) -> Member | None:
-    """Return the member whose headers begin at a position of the sample; None at a zero block."""
+def _member_at(sample: ByteRange, position: int, begun: dict[int, bytes]) -> Member | None:
+    """Return the member whose headers begin at a position of the sample; None at a zero block.
+
+    The beginning of its content is read with them, and put into `begun`: a request more would cost more than its bytes.
+    """
     length = BLOCK
     while True:
-        length = min(length, sample.size - position)
+        length = min(length + HEAD, sample.size - position)
         head = memoryview(sample.store.read_range(sample.rel, sample.offset + position, length))
         try:
             member = next_member(head, 0, where=sample.url, base=sample.offset + position)
+            if member is None:
+                return None
             # `next_member` counted from `head`; positions of the sample are expected.
-            moved = {} if member is None else {name: position + getattr(member, name) for name in _OFFSETS}
-            return member and member._replace(**moved)
+            begun[position + member.content] = bytes(head[member.content :][: member.size])
+            return member._replace(**{name: position + getattr(member, name) for name in _OFFSETS})
         except NeedMoreBytes as more:
             if more.needed > sample.size - position:
                 raise

@@ -111,7 +111,7 @@ class ByteRange:
     rel: str
     offset: int
     size: int
-    head: bytes = field(default=b"", init=False, repr=False, compare=False)
+    head: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def url(self) -> str:

@@ -60,6 +60,7 @@ from energon_bridge.models.images.jpeg import (
     ON_ITS_SIDE,
     ORIENTATION,
     can_scale,
+    frame_in,
     jpeg_orientation,
     jpeg_profile,
     plain_jpeg,
@@ -572,14 +573,15 @@ class DeferredImage(Deferred):
         """
         if not isinstance(self.data, ByteRange):
             return image_size(self.data, self.form, part=self.part)
+        if self.form.backend == "auto" and not self.form.autorotate:
+            frame = frame_in(self.data)
+            size = _webp_size(self.data.read(_HEADS[0])) if frame is None else (frame.width, frame.height)
+            if size is not None and size[0] * size[1] <= _most_pixels(self.form):
+                return size
         for head in _HEADS:
             with suppress(DecodeError):  # as a rule: more of it says more
                 if head < self.data.size and not self.form.autorotate:
-                    data = self.data.read(head)
-                    size = _webp_size(data) if self.form.backend == "auto" else None
-                    if size is not None and size[0] * size[1] <= _most_pixels(self.form):
-                        return size
-                    return image_size(data, self.form, part=self.part)
+                    return image_size(self.data.read(head), self.form, part=self.part)
         return image_size(self.data.read(), self.form, part=self.part)
 
     def get(self) -> Any:
@@ -604,7 +606,7 @@ class DeferredImage(Deferred):
         return f"DeferredImage({self.part!r}, {size} bytes)"
 
 
-_HEADS = (1 << 10, 1 << 13, 1 << 16)
+_HEADS = (1 << 8, 1 << 10, 1 << 13, 1 << 16)
 """Bytes at the beginning of an image that are read for its size, one after the other until they tell it."""
 
 

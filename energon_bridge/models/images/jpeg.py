@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Collection
+from dataclasses import replace
 
 from energon_bridge.core.format.media import ImageMetadata
+from energon_bridge.core.storage import ByteRange
 
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
@@ -33,6 +35,10 @@ _ICC = b"ICC_PROFILE\0"  # followed by the number of the segment, and how many t
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
 _WHOLE = {3: "H", 4: "I"}  # kinds of entries of EXIF that are whole numbers
+_READ = 256
+_FRAME_BYTES = 22  # of four colours
+_MOST_SEGMENTS = 32
+_NO_SCAN = b"\xff\xda\x00\x02"
 _MOST_PIXELS = 178_956_970  # from twice as many on, Pillow refuses to open an image
 
 
@@ -72,6 +78,26 @@ def plain_jpeg(data: bytes) -> ImageMetadata | None:
         elif marker not in (_DHT, _DRI, _COM):
             return None
         at += 2 + size
+    return None
+
+
+def frame_in(image: ByteRange) -> ImageMetadata | None:
+    """Return what `plain_jpeg` says of an image in storage, reading what leads to its frame; None if it says nothing.
+
+    Segments that go on behind what was read (EXIF with a small picture, a profile) are jumped over.
+    """
+    data = image.read(_READ)
+    at = 2
+    for _ in range(_MOST_SEGMENTS):
+        if not data.startswith(b"\xff\xd8\xff") or at + 4 > image.size:
+            return None
+        if at + _FRAME_BYTES > len(data):
+            data = data.ljust(at, b"\0")
+            data += replace(image, offset=image.offset + len(data), size=image.size - len(data), head=b"").read(_READ)
+        marker, size = struct.unpack_from(">xBH", data, at)
+        at += 2 + size
+        if marker in _FRAMES:
+            return plain_jpeg(data[:at] + _NO_SCAN) if at <= len(data) else None
     return None
 
 

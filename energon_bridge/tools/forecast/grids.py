@@ -21,7 +21,7 @@ from energon_bridge.core.datasets import get_savable_loader
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.media import kind_by_name
-from energon_bridge.core.format.tar import BLOCK
+from energon_bridge.core.format.tar import BLOCK, HEAD
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.core.stores.file_store import follow_links
@@ -36,7 +36,6 @@ from energon_bridge.trainers.roles.roles import LANGUAGE, Roles, joined
 _LOOKED_AT = 32
 _MICROBATCHES = 64
 """Of the first steps, how many are made to tell what ranks hold."""
-_HEAD = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,5 +179,5 @@ def _parts_of(dataset: Any) -> np.ndarray:
 def _row_of(parts: dict[str, ByteRange]) -> Sequence[float]:
     media = [part.size for name, part in parts.items() if kind_by_name(name) is not None]
     texts = sum(part.size for part in parts.values()) - sum(media)
-    heads = sum(min(_HEAD, size) for size in media)
+    heads = sum(min(HEAD, size) for size in media)
     return texts, len(parts) * BLOCK + heads, sum(media) - heads, len(media)
