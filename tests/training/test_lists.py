@@ -629,6 +629,20 @@ def test_numbers_of_pictures_in_parts_are_their_order(tmp_path: Path, media: Pat
     assert "a part has the index 1 and is image 0 of the conversation" in message
 
 
+@pytest.mark.parametrize("form", ["text", "one call", "no tools", "other keys"])
+def test_answers_that_are_calls_of_tools_beside_them(form: str) -> None:
+    """As the turns of LLaMA-Factory with the same calls are read: xLAM has them as `answers` of a `query`."""
+    calls = [{"name": "zoom", "arguments": {"by": 2}}, {"name": "zoom", "arguments": {"by": 3}}]
+    said = json.dumps(calls[0] if form == "one call" else calls)
+    said = said.replace("arguments", "args") if form == "other keys" else said
+    entry = {"query": "a", "answers": said, "tools": [] if form == "no tools" else ZOOMS}
+    turns = [*ASKED, {"from": "gpt" if form in ("no tools", "other keys") else "function_call", "value": said}]
+    wanted = read_conversation({"json": {"conversations": turns, "tools": entry["tools"]}})
+    assert [(turn.text, turn.keys) for turn in read_conversation({"json": entry}).turns] == [
+        (turn.text, turn.keys) for turn in wanted.turns
+    ]
+
+
 @pytest.mark.parametrize(
     ("entry", "complaint"),
     [
@@ -636,6 +650,10 @@ def test_numbers_of_pictures_in_parts_are_their_order(tmp_path: Path, media: Pat
         ({"messages": [*ASKED, {**RED, "loss": "0"}]}, "loss='0', which cannot be honoured"),
         ({"messages": [{**ASKED[0], "train": True}, RED]}, "only answers are learned"),
         ({"messages": [*ASKED, {**RED, "weight": 0}]}, "no answer to learn: keys of its turns"),
+        (
+            talk("Draw.", {**RED, "content": [{"type": "image", "image": "red.png"}]}),
+            "no answer to learn: keys of its turns (weight, loss, train, …) leave out what would be learned, or its",
+        ),
         ({"messages": [*ASKED, {**RED, "content": "", "refusal": "No."}]}, "no content but refusal='No.'"),
         ({"messages": [*ASKED, {**RED, "content": "", "audio": {"id": "a"}}]}, "no content but audio="),
         (

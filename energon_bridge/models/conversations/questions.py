@@ -264,9 +264,12 @@ def is_missing(value: Any) -> bool:
     return value is None or value in ("nan", "<noinput>") or (isinstance(value, float) and value != value)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
 def _is_plain(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-    return is_number or (isinstance(value, str) and bool(value.strip()))
+    return _is_number(value) or (isinstance(value, str) and bool(value.strip()))
 
 
 # Answers --------------------------------------------------------------------------------------------------------------
@@ -293,7 +296,9 @@ def first_answer(value: Any) -> str | None:
     """Return the answer of most annotators, the first of those (TextVQA, VQAv2, SQuAD); None: there is none."""
     if isinstance(value, bool):  # of BoolQ
         return "yes" if value else "no"
-    texts = value.get("text") if isinstance(value, Mapping) else said_by_annotators(value) or value
+    if said := said_by_annotators(value):
+        return said[0]
+    texts = value.get("text") if isinstance(value, Mapping) else value
     if isinstance(texts, list | tuple) and texts and all(isinstance(one, str) for one in texts):
         return max(texts, key=texts.count)
     return texts if isinstance(texts, str) else None
@@ -303,8 +308,13 @@ def doubt_of_answer(entry: Mapping[str, Any], pair: Sequence[str]) -> str | None
     """Return the complaint about a question and its answer that may be wrong, or one of several; else None.
 
     WikiQA's wrong answers have a `label` of 0. A list of answers that is text may be that of annotators, or the answer.
+    Reasoning beside an answer would not be learned, nor would what `votes` beside several say.
     """
     answer = entry.get(pair[1])
+    if (lost := lost_thoughts(entry, [entry.get(name) for name in pair])) is not None:
+        return lost
+    if (better := _better_by_votes(entry, answer)) is not None:
+        return f"{better}: write that first, or alone; or leave the numbers out (energon convert with --ignore)"
     if pair[1] == "answer" and isinstance(answer, str) and texts_of(answer) and not _asks_list(entry.get(pair[0])):
         return (
             f"`answer` is a list in a text ({answer[:100]!r}), and would be learned with its brackets. If one of these "
@@ -321,6 +331,42 @@ def doubt_of_answer(entry: Mapping[str, Any], pair: Sequence[str]) -> str | None
         f"`label` is {value!r} beside `{pair[0]}` and `{pair[1]}`, so the answer may be wrong: leave such rows out; if "
         "it says something else, convert the list with --ignore label"
     )
+
+
+def lost_thoughts(entry: Mapping[str, Any], said: Sequence[Any]) -> str | None:
+    """Return the complaint about reasoning in a column, which no text `said` has, and which would not be learned."""
+    names = [name for name in entry if _THOUGHTS.fullmatch(name.lower()) and _is_long(entry[name])]
+    if not names:
+        return None
+    whole = "\n".join(text for one in said for text in texts_in(one))
+    name = next((name for name in names if not all(text in whole for text in texts_in(entry[name]))), None)
+    return name and (
+        f"`{name}` has reasoning ({str(entry[name])[:100]!r}), which would not be learned with the answer: write it as "
+        f"reasoning_content into the turn of the assistant, or convert the list with --ignore {name}"
+    )
+
+
+_THOUGHTS = re.compile(
+    r"(?:\w+_)?(?:reasoning|thinking|thought|cot)(?:_(?:contents?|texts?|traces?|steps|process|chains?|trajector(?:y|ies)))?"
+    r"|think|(?:inner_)?thoughts|chain_of_thoughts?|scratchpad"
+)
+_VOTES = re.compile(
+    r"(?:(?:answers?|num|vote)_?)*(?:votes?|counts?|freq(?:uenc(?:y|ies))?|scores?|weights?|confidences?)"
+)
+
+
+def _better_by_votes(entry: Mapping[str, Any], answers: Any) -> str | None:
+    """Return which of several answers has more votes in a list beside them than the one that would be learned."""
+    if not isinstance(answers, list) or len(answers) < 2 or (first := first_answer(answers)) not in answers:
+        return None
+    for name in filter(lambda name: _VOTES.fullmatch(name.lower()), entry):
+        votes = entry[name]
+        if not isinstance(votes, list) or len(votes) != len(answers) or not all(map(_is_number, votes)):
+            continue
+        best = votes.index(max(votes))
+        if votes[best] > max(vote for vote, one in zip(votes, answers, strict=True) if one == first):
+            return f"`{name}` has the most for {answers[best]!r} of several answers, and {first!r} would be learned"
+    return None
 
 
 def _asks_list(question: Any) -> bool:
@@ -351,8 +397,15 @@ def said_by_annotators(value: Any) -> list[str] | None:
     if not all(isinstance(one.get("answer"), str) for one in value):
         return None
     texts = [one["answer"] for one in accepted(value)]
-    counts = Counter[str](texts)
+    counts = Counter[str]()
+    for one in accepted(value):
+        votes = next((one[name] for name in _COUNTS if _is_number(one.get(name))), 1)
+        counts[one["answer"]] += votes
     return sorted(texts, key=lambda text: -counts[text])
+
+
+_COUNTS = ("count", "votes", "num_votes", "vote_count", "freq", "frequency")
+"""Keys of how many annotators gave an answer."""
 
 
 def answers_of_several(value: Any) -> list[str] | None:

@@ -188,7 +188,8 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
         if name is None or name not in ROLES:
             raise SampleError(f"the role {name!r} of a turn is not known: write {', '.join(KNOWN)}")
         role = ROLES[name]
-        learned.append(is_learned(role, turn) and role == "assistant")
+        has_text = isinstance(content, str) or says or any(part_kind(part) == "text" for part in content or ())
+        learned.append(is_learned(role, turn) and role == "assistant" and has_text)
         if unsaid := next((key for key in _UNSAID if turn.get(key) and not content), None):
             raise SampleError(
                 f"a turn has no content but {unsaid}={short(turn[unsaid])}: write what it says as content"
@@ -244,7 +245,8 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             raise SampleError(f"the turns are not in their order, which `{key}` says ({short(numbers)}): sort them")
     if not any(learned):
         said = any(ROLES[str(role_name(turn))] == "assistant" for turn in turns)
-        flagged = ": keys of its turns (weight, loss, train, …) leave out what would be learned" if said else ""
+        why = "keys of its turns (weight, loss, train, …) leave out what would be learned, or its answers have no text"
+        flagged = f": {why}" if said else ""
         raise SampleError(f"the conversation has no answer to learn{flagged}")
 
 

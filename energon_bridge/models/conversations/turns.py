@@ -9,6 +9,7 @@
     response; and the other PAIRS             Alpaca, LLaMA-Factory, ms-swift
     function_call, tool_call                  turns with the JSON of calls: the assistant's `tool_calls`
     observation, tool_response, function      turns with the result of a call: the role `tool`
+    answers as JSON of calls, beside `tools`  likewise: xLAM
     context, options, A, B, …                 what else belongs to a question (`questions`)
     chosen, rejected…; kto_tag, label         preferences, which are no conversation to learn (`preferred` makes one)
 
@@ -47,6 +48,7 @@ from energon_bridge.models.conversations.questions import (
     doubt_of_answer,
     first_answer,
     is_missing,
+    lost_thoughts,
     not_said,
     texts_of,
     unknown_texts,
@@ -120,6 +122,8 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
                 f"no turn has it: write it into its turn, or convert the list with --ignore {' --ignore '.join(lost)}"
             )
         turns = known_turns(_listed(entry, name))
+        if (lost_thought := lost_thoughts(without(entry, name), [entry[name]])) is not None:
+            raise SampleError(lost_thought)
         _check_flags_beside(entry, turns)
         for other in (other for other in CONVERSATIONS if other != name and entry.get(other)):
             said = "\n".join(text for turn in turns for text in _said_by(turn))
@@ -482,7 +486,21 @@ def _turns_of_pair(
         if len(pair_turns) != 2 and role_name(earlier) is None:
             raise SampleError(f"`history`: expected pairs of texts, found {short(earlier)}")
         turns += pair_turns
-    return [*turns, *_as_turns(asked, "user"), *_as_turns(answer, "assistant")]
+    calls = _calls_in(answer) if entry.get("tools") or entry.get("functions") else None
+    said = [{"role": "assistant", "content": "", "tool_calls": calls}] if calls else _as_turns(answer, "assistant")
+    return [*turns, *_as_turns(asked, "user"), *said]
+
+
+def _calls_in(answer: Any) -> list[dict[str, Any]] | None:
+    """Return the calls of tools that an answer is, as JSON of `{"name", "arguments"}` or a list of these; else None."""
+    if not isinstance(answer, str) or not answer.lstrip().startswith(("[", "{")):
+        return None
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(answer)
+        ones = parsed if isinstance(parsed, list) else [parsed]
+        if ones and all(isinstance(one, Mapping) and one.keys() == {"name", "arguments"} for one in ones):
+            return _calls(ones)
+    return None
 
 
 def _pair_turn(turn: Any) -> list[RawTurn]:

@@ -481,13 +481,18 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
 def check_cut(row: Row, layout: Layout) -> None:
     """Raise SampleError if a row of a type that is never cut names a part of its file, or doubts its answer."""
     pair = [layout.fields[name] for name in ("context", "answers") if name in layout.fields]
-    if len(pair) == 2 and (doubt := doubt_of_answer(row.values, pair)):
+    if len(pair) == 2 and (doubt := doubt_of_answer(_beside(row, layout, pair), pair)):
         raise SampleError(doubt)
     kinds = Counter(medium_by_name(f"x.{one.extension}") for of in row.files.values() for one in _several(of))
     if entry_segments(row.values, kinds, _extensions(row)) is not None:  # type: ignore[arg-type]
         raise SampleError(f"has a segment of its file, which a {layout.sample_type} is not cut to")
     if options := entry_options(row.values, kinds):  # type: ignore[arg-type]
         raise SampleError(f"has {' and '.join(options)} options, which a {layout.sample_type} has not")
+
+
+def _beside(row: Row, layout: Layout, pair: Sequence[str]) -> dict[str, Any]:
+    """Return a question, its answer, and the columns that are no other fields of a sample."""
+    return {name: value for name, value in row.values.items() if name in pair or name not in layout.columns}
 
 
 def _extensions(row: Row) -> set[str]:

@@ -245,6 +245,40 @@ def test_the_unit_of_an_answer_is_not_lost(tmp_path: Path, caplog: pytest.LogCap
     assert "the column `unit` beside `question`" in refused(lost, tmp_path / "out")
 
 
+THOUGHT = "Since it opened in 1999."
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking", "complex_cot", "thinking_trajectory"])
+@pytest.mark.parametrize("form", ["pair", "turns", "image"])
+def test_reasoning_beside_an_answer_is_not_lost(tmp_path: Path, name: str, form: str) -> None:
+    entry: dict[str, Any] = {"messages": TURNS} if form == "turns" else {"question": "When?", "answer": "In 1999."}
+    entry |= {"image": "a.png"} if form == "image" else {}
+    source = listed(tmp_path, [{**entry, name: THOUGHT}])
+    assert f"`{name}`" in refused(source, tmp_path / "out")
+    with pytest.raises(SampleError, match=f"`{name}` has "):
+        read_conversation({"json": {**entry, name: THOUGHT}})
+    out = converted(source, tmp_path / "out", "--ignore", name, "--split-ratio", "1,0,0")
+    assert all(THOUGHT not in data.decode("latin-1") for data in members(out).values())
+    kind = {"question": "When?", "answer": f"<think>{THOUGHT}</think>In 1999."}
+    for there in ({**kind, name: THOUGHT}, {**entry, name: "temporal"}):
+        assert read_conversation({"json": there}).turns[1].text.endswith("In 1999.")
+
+
+def test_what_most_annotators_say_is_learned_where_they_are_counted(tmp_path: Path) -> None:
+    asked = {"question": "What?"}
+    counted = [{"answer": "a", "count": 1}, {"answer": "b", "count": 9}, {"answer": "a", "count": 3}]
+    assert learned(listed(tmp_path, [{**asked, "answers": counted}], "counted.jsonl")) == [["What?", "b"]]
+    for votes, best in (([1, 9], "b"), ([9, 1], "a"), ([1, 1], "a"), (["1", "9"], "a"), ([1, 9, 9], "a")):
+        entry = {**asked, "answers": ["a", "b"], "votes": votes}
+        if best == "a":
+            assert read_conversation({"json": entry}).turns[1].text == "a"
+            continue
+        with pytest.raises(SampleError, match="`votes` has the most for 'b' of several answers, and 'a' would"):
+            read_conversation({"json": entry})
+        for beside in ({}, {"image": "a.png"}):
+            assert "`votes` has the most for 'b'" in refused(listed(tmp_path, [{**entry, **beside}]), tmp_path / "out")
+
+
 @pytest.mark.parametrize("answer", ['["a", "b"]', "['a', 'b']", "['a' 'b']"])
 def test_a_list_of_answers_in_a_text_is_not_learned_with_its_brackets(tmp_path: Path, answer: str) -> None:
     entry = {"question": "Who?", "answer": answer}
