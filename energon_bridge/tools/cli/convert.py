@@ -181,9 +181,19 @@ def command(
         opened = stream(source)
     else:
         source = download(source) if is_hub(source) else source
+        answer = None if sample_type is not None else _given_fields(fields).get("answers")
+        is_numbered = keys == "number"
         opened = open_source(
-            source, kind=kind, media=media, numbered=keys == "number", num_workers=num_workers, prompt=prompt
+            source,
+            kind=kind,
+            media=media,
+            numbered=is_numbered,
+            num_workers=num_workers,
+            prompt=prompt,
+            answer=answer,
         )
+        if answer is not None and getattr(opened, "prompt", None) is not None:
+            fields = tuple(text for text in fields if not text.startswith("answers="))
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
     click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
@@ -386,6 +396,8 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         click.echo(f"  {field} from {repr(layout.templates[column]) if column in layout.templates else column}")
     if (prompt := getattr(source, "prompt", None)) is not None:
         click.echo(f"  conversations about sounds, each with the question {prompt!r} (--prompt gives another)")
+        if (text := getattr(source, "text", None)) is not None:
+            click.echo(f"  answers from {text} (--field answers=COLUMN takes others)")
     rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
     if rows and layout.question is None and not any(is_conversation(row.values) for row in rows):
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")

@@ -64,10 +64,12 @@ def open_source(
     numbered: bool = False,
     num_workers: int = 1,
     prompt: str | None = None,
+    answer: str | None = None,
 ) -> Source:
     """Open a source of `energon convert`, of the given or the detected kind; raises the errors of its reader.
 
-    `prompt` is the question about each sound of NeMo's manifests and Kaldi's folders.
+    `prompt` is the question about each sound of NeMo's manifests and Kaldi's folders, `answer` another column of lists
+    of speech with what is learned of each.
     """
     if not path.exists():
         return _far(path, kind, media)
@@ -82,8 +84,8 @@ def open_source(
         kind, path = found
     kind, path = (kind, path) if kind is not None else _look(path)
     readers: dict[str, Callable[[], Source]] = {
-        "table": lambda: _open_list(path, media, prompt, by_names=by_names),
-        "lists": lambda: ListsSource(path, media, prompt),
+        "table": lambda: _open_list(path, media, prompt, answer, by_names=by_names),
+        "lists": lambda: ListsSource(path, media, prompt, answer),
         "kaldi": lambda: open_kaldi(path, media, prompt or PROMPT),
         "librispeech": lambda: open_librispeech(path, media, prompt or PROMPT),
         "pairs": lambda: FolderSource(path, as_classes=False),
@@ -97,6 +99,8 @@ def open_source(
     source = readers[kind]()
     if prompt is not None and getattr(source, "prompt", None) is None:
         raise ConfigurationError(f"--prompt is for speech, but {path} is a {source.kind}: leave it out.")
+    if answer is not None and getattr(source, "text", answer) != answer:
+        raise ConfigurationError(f"--field answers={answer}: a {source.kind} has its texts in files: leave it out.")
     if len(source) == 0:
         raise SourceError(f"{path}: has no samples ({source.kind}).")
     if folder.is_dir() and isinstance(source, TarSource):
@@ -182,10 +186,12 @@ def _lists_of_splits(root: Path) -> list[str]:
     )
 
 
-def _open_list(path: Path, media: Path | None, prompt: str | None, *, by_names: bool = True) -> Source:
+def _open_list(
+    path: Path, media: Path | None, prompt: str | None, answer: str | None, *, by_names: bool = True
+) -> Source:
     """Open a table, or a list of speech: a NeMo manifest or, `by_names`, one that its other columns tell."""
     source = open_table(path, media)
-    return as_speech(source, media, prompt or PROMPT, by_names=by_names) or source
+    return as_speech(source, media, prompt or PROMPT, by_names=by_names, answer=answer) or source
 
 
 # Lists in folders -----------------------------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ def _folders_with_lists(root: Path) -> list[Path]:
 class ListsSource:
     """The rows of several lists, split by split. Keys begin with the folder or the name of their list."""
 
-    def __init__(self, root: Path, media: Path | None, prompt: str | None) -> None:
+    def __init__(self, root: Path, media: Path | None, prompt: str | None, answer: str | None = None) -> None:
         self.where = str(root)
         by_folder = _folders_with_lists(root)
         paths = by_folder or [root / name for name in _lists_of_splits(root)]
@@ -226,10 +232,12 @@ class ListsSource:
             )
         lists.sort(key=lambda one: (0 if one[0] is None else SPLIT_ORDER.index(one[0]), one[2].parent, one[1]))
         check_card_in(root, [(part or "", path.relative_to(root)) for part, _, path in lists])
-        self._sources = [self._open(path, media, prompt) for _, _, path in lists]
+        self._sources = [self._open(path, media, prompt, answer) for _, _, path in lists]
         where = "lists in folders" if by_folder else "lists"
         self.kind = f"{len(lists)} {where}, each {self._sources[0].kind}"
         self.prompt = next((one.prompt for one in self._sources if isinstance(one, SpeechSource)), None)
+        texts = {one.text for one in self._sources if isinstance(one, SpeechSource)}
+        self.text = min(texts - {answer}, default=answer)  # another, if any
         self._starts = np.cumsum([0, *map(len, self._sources)]).tolist()
         self._names = [name for _, name, _ in lists]
         self.segments = tuple(
@@ -252,12 +260,12 @@ class ListsSource:
         return None if found is None else found[0]
 
     @staticmethod
-    def _open(path: Path, media: Path | None, prompt: str | None) -> Source:
+    def _open(path: Path, media: Path | None, prompt: str | None, answer: str | None) -> Source:
         if path.name == _KALDI:
             return open_kaldi(path.parent, media, prompt or PROMPT)
         if path.suffix == ".parquet":
             return open_parquet(path, media)
-        return _open_list(path, media, prompt)
+        return _open_list(path, media, prompt, answer)
 
     def __len__(self) -> int:
         return int(self._starts[-1])

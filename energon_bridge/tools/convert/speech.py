@@ -146,7 +146,10 @@ def as_flac(samples: np.ndarray, rate: int) -> bytes:
 
 
 class SpeechSource(TableSource):
-    """Entries with a sound and its text, in columns of these names, as conversations; `speakers` are those of each."""
+    """Entries with a sound and its text, in columns of these names, as conversations; `speakers` are those of each.
+
+    `text` is the column of the texts.
+    """
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class SpeechSource(TableSource):
     ) -> None:
         super().__init__(path, entries, media, kind)
         self.prompt = prompt
-        self._file, self._text = names
+        self._file, self.text = names
         self._speakers = speakers
         self._is_named = False
         if (unused := _unused(entries, names)) is not None:
@@ -187,16 +190,16 @@ class SpeechSource(TableSource):
         with located(where):
             sound = self._sound(entry)
             values = {
-                name: value for name, value in entry.items() if name not in (*_TAKEN, "audio", self._file, self._text)
+                name: value for name, value in entry.items() if name not in (*_TAKEN, "audio", self._file, self.text)
             }
             if any(name in entry for name in CONVERSATIONS) or find_pair(entry) is not None:
                 return Row(
                     where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]}
                 )
-            text = _punctuated(entry.get(self._text))
+            text = _punctuated(entry.get(self.text))
             if not isinstance(text, str) or (text and not any(map(str.isalnum, text))):  # NeMo's `-`: none
-                raise SourceError(f"`{self._text}` is {str(text)[:60]!r}, expected what is said in the sound.")
-            if self.prompt == PROMPT and _is_translated(entry):
+                raise SourceError(f"`{self.text}` is {str(text)[:60]!r}, expected what is said in the sound.")
+            if self.prompt == PROMPT and (_is_translated(entry) or "translation" in self.text):
                 raise SourceError(
                     f"the text is a translation ({shown(text)}), and the question {PROMPT!r}: give another, such as "
                     "--prompt 'Translate the speech into German.', for a list of one language."
@@ -210,8 +213,8 @@ class SpeechSource(TableSource):
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample to be read; raises SkipSample for one that is not preferred, or is no speech."""
         entry, where = self.entries.entry(number)
-        if str(entry.get(self._text)).strip() in _NO_SPEECH:
-            raise SkipSample(f"{where}: `{self._text}` is {entry[self._text]!r}: no speech")
+        if str(entry.get(self.text)).strip() in _NO_SPEECH:
+            raise SkipSample(f"{where}: `{self.text}` is {entry[self.text]!r}: no speech")
         return super().sample(number, layout)
 
     def _name_mark(self, text: str) -> None:
@@ -308,12 +311,18 @@ def _asked(prompt: str, entry: Mapping[str, Any]) -> str:
     return with_texts(prompt, {name: str(entry[name]) for name in columns}) if columns else prompt
 
 
-def as_speech(source: Source, media: Path | None, prompt: str, *, by_names: bool) -> SpeechSource | None:
-    """Return a list as one of speech, if its first entries are of a NeMo manifest or, `by_names`, as of others."""
+def as_speech(
+    source: Source, media: Path | None, prompt: str, *, by_names: bool, answer: str | None = None
+) -> SpeechSource | None:
+    """Return a list as one of speech, if its first entries are of a NeMo manifest or, `by_names`, as of others.
+
+    `answer` is another column of texts than the usual one.
+    """
     if type(source) is not TableSource or not (first := _first(source.entries)):
         return None
     if all(_FILE in entry for entry in first):
-        return SpeechSource(Path(source.where), source.entries, media, "NeMo manifest", prompt)
+        names = (_FILE, answer or "text")
+        return SpeechSource(Path(source.where), source.entries, media, "NeMo manifest", prompt, names=names)
     if not by_names or any(
         find_pair(entry) is not None or not entry.keys().isdisjoint(CONVERSATIONS) for entry in first
     ):
@@ -321,7 +330,8 @@ def as_speech(source: Source, media: Path | None, prompt: str, *, by_names: bool
     for file, text in _NAMES:
         if all(medium_by_name(str(entry.get(file))) == "audio" and isinstance(entry.get(text), str) for entry in first):
             kind = f"{source.kind} of speech (`{file}`, `{text}`)"
-            return SpeechSource(Path(source.where), source.entries, media, kind, prompt, names=(file, text))
+            names = (file, answer or text)
+            return SpeechSource(Path(source.where), source.entries, media, kind, prompt, names=names)
     return None
 
 

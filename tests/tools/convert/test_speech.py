@@ -82,6 +82,31 @@ def test_a_nemo_manifest(tmp_path: Path, name: str) -> None:
     assert sizes[2] < long.stat().st_size * 0.2
 
 
+@pytest.mark.parametrize("form", ["NeMo", "Common Voice", "lists"])
+def test_answers_from_another_column(tmp_path: Path, form: str) -> None:
+    sound = written(tmp_path / "train/a.wav", 0.5)
+    usual, file = ("text", "audio_filepath") if form == "NeMo" else ("sentence", "path")
+    rows = [{file: str(sound), usual: "eins", "normalized": "one", "translation": "uno"}]
+    source = lines(tmp_path / "train.jsonl", rows)
+    if form == "lists":
+        lines(tmp_path / "test.jsonl", rows)
+        source = tmp_path / "lists"
+        source.mkdir()
+        for name in ("train.jsonl", "test.jsonl"):
+            (tmp_path / name).rename(source / name)
+    flags = ("--media", str(tmp_path)) if form == "lists" else ("--split-ratio", "1,0,0")
+    for column, prompt in ((None, ()), ("normalized", ()), ("translation", ("--prompt", "Translate it."))):
+        chosen = () if column is None else ("--field", f"answers={column}")
+        told = output_of("convert", source, tmp_path / str(column), "--no-progress", *flags, *chosen, *prompt)
+        assert f"answers from {column or usual} (--field answers=COLUMN takes others)" in told
+        talks = delivered(tmp_path / str(column))
+        assert [said(one)[1] for one in talks] == [rows[0][column or usual]]
+    untold = refusal_of("convert", source, tmp_path / "out", "--no-progress", *flags, "--field", "answers=translation")
+    assert "the text is a translation ('uno')" in untold
+    gone = refusal_of("convert", source, tmp_path / "out", "--no-progress", *flags, "--field", "answers=gone")
+    assert "`gone` is 'None', expected what is said in the sound" in gone
+
+
 def test_marks_of_gigaspeech(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By the README of SpeechColab/GigaSpeech: four tags are punctuation, four are segments without speech."""
     written(tmp_path / "a.wav", 0.5)
