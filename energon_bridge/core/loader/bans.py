@@ -183,7 +183,7 @@ def with_new_ban(
         text += _named(unknown)
         if not ignore_unknown:
             raise ConfigurationError(
-                f"{text}. Nothing was banned. If they are of other datasets or splits, such as one for validation, pass "
+                f"{text}. Nothing was banned. If they are of other datasets or splits, as of one for validation, pass "
                 "ignore_unknown=True, which bans the others, or take them out of the file of `data.ban`; else correct "
                 "them (`energon which` shows keys)"
             )

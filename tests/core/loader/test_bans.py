@@ -453,7 +453,7 @@ def test_bans_that_cannot_be(data: Path, caplog: pytest.LogCaptureFixture) -> No
         pass
     state = loader.save_state_rank()
     unknown = ["x", "00003", "y", "z", "u", "v", "w"]
-    with pytest.raises(ConfigurationError, match="6 of 7 keys are not in .*: 'x', 'y', 'z', 'u', 'v' and 1 more"):
+    with pytest.raises(ConfigurationError, match=r"6 of 7 keys are not in .*: 'x', 'y', 'z', 'u', 'v' and 1 more"):
         loader.ban(unknown)
     with pytest.raises(ConfigurationError, match=r"dataset='/nowhere' is not the path of a dataset .* has .*text"):
         loader.ban(["00003"], dataset="/nowhere")
