@@ -138,7 +138,7 @@ def read_prepared(
     splits = read_splits(store, config.split_config or split_config)
     shards = splits.shards_of(split_part)
     if warn is not None:
-        for doubt in splits.doubts(info.shard_counts, excludes=True):
+        for doubt in splits.doubts(info.shard_counts, store.exists):
             warn(doubt)
     counts = [_count(store, info, shard, where=splits.where, split_part=split_part) for shard in shards]
     if sum(counts) == 0:

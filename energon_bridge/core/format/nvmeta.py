@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,10 +244,14 @@ class Splits:
                 slash = entry.find("/", slash + 1)
         return frozenset(samples)
 
-    def wrong_excludes(self, shards: Collection[str]) -> str | None:
-        """Return the error for entries of `exclude` that exclude nothing of a dataset of these shards, if any do."""
+    def wrong_excludes(self, shards: Collection[str], exists: Callable[[str], bool]) -> str | None:
+        """Return the error for entries of `exclude` that exclude nothing of a dataset of these shards, if any do.
+
+        A tar that was never prepared, but is there, may be one.
+        """
         names = {*shards, *(shard for part in self.parts.values() for shard in part)}
         wrong = [entry for entry in self.exclude if entry not in names and not self._names_sample(entry, names)]
+        wrong = [entry for entry in wrong if not (entry.endswith(".tar") and exists(entry))]
         if not wrong:
             return None
         first = wrong[0]
@@ -260,12 +264,12 @@ class Splits:
         what = f"the dataset has no shard {shard + tar!r}" if tar else "it names no shard"
         return f"{self.where}, field `exclude`: {first!r}{more} leaves nothing out: {what}.{hint}"
 
-    def doubts(self, shards: Collection[str], *, excludes: bool = False) -> list[str]:
+    def doubts(self, shards: Collection[str], exists: Callable[[str], bool] | None = None) -> list[str]:
         """Return warnings: shards both in `train` and in a part for evaluation, and shards of the dataset in no part.
 
-        With `excludes` the error of `wrong_excludes` is one: programs of energon ignore such entries.
+        With `exists` the error of `wrong_excludes` is one: programs of energon ignore such entries.
         """
-        wrong = self.wrong_excludes(shards) if excludes else None
+        wrong = self.wrong_excludes(shards, exists) if exists else None
         doubts = [wrong] if wrong else []
         trained = set(self.shards_of("train")) if "train" in self.parts else set()
         for part in _HELD_OUT if trained else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -107,10 +108,10 @@ _NAMED = 5
 
 
 def load_keys(path: str | os.PathLike[str]) -> list[str]:
-    r"""Return the keys in a text file, one per line; blank lines and lines that begin with `#` are ignored.
+    r"""Return the keys in a text file, one per line; blank lines are ignored, and `# notes` alone or after a key.
 
     Examples:
-        >>> written = Path("withdrawn.txt").write_text("train-00003\n# found by the licence check\ntrain-00017\n")
+        >>> written = Path("withdrawn.txt").write_text("train-00003\n# by the licence check\ntrain-00017  # a face\n")
         >>> load_keys("withdrawn.txt")
         ['train-00003', 'train-00017']
         >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4))
@@ -129,8 +130,12 @@ def load_keys(path: str | os.PathLike[str]) -> list[str]:
         text = open_store(folder or "/").read(name).decode("utf-8-sig")  # as Notepad writes
     except UnicodeDecodeError as error:
         raise StorageError(f"{where}: expected UTF-8 text with one key per line: {error}") from error
-    lines = (line.strip() for line in text.splitlines())
+    lines = (_NOTE.split(line.strip(), maxsplit=1)[0] for line in text.splitlines())
     return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+
+
+_NOTE = re.compile(r"\s+#(?=\s|$)")
+"""Where a note begins after a key, which may have the sign itself."""
 
 
 Found = dict[str, IntArray]
@@ -173,12 +178,14 @@ def with_new_ban(
     known = frozenset().union(*found)
     unknown = [key for key in new if key not in known]
     if unknown:
-        where = ban.dataset or "the datasets of the mix"
-        text = f"ban: {len(unknown)} of {len(ban.keys)} keys are not in {where}: {_named(unknown)}"
+        read = ", ".join(sorted({_read_of(leaf.dataset) for leaf in leaves})[:_NAMED])
+        text = f"ban: {len(unknown)} of {len(ban.keys)} keys are not in what this loader reads, {read}: "
+        text += _named(unknown)
         if not ignore_unknown:
             raise ConfigurationError(
-                f"{text}. Nothing was banned. Correct the keys (`energon which` shows them), or pass "
-                "ignore_unknown=True if they belong to datasets that this run does not read"
+                f"{text}. Nothing was banned. If they are of other datasets or splits, as of one for validation, pass "
+                "ignore_unknown=True, which bans the others, or take them out of the file of `data.ban`; else correct "
+                "them (`energon which` shows keys)"
             )
         logger.warning(text)
     of_key = {key: {leaf.dataset.path for leaf, keys in zip(leaves, found, strict=True) if key in keys} for key in new}
@@ -255,6 +262,10 @@ def newly_banned(saved: SavedRun, banned: Mapping[str, LeafBans], leaves: Sequen
         for path, count in new.items()
         if path not in known
     ]
+
+
+def _read_of(dataset: PreparedDataset | JoinedDataset) -> str:
+    return f"{dataset.path} ({dataset.split_part})" if dataset.split_part else dataset.path
 
 
 def _paths(leaves: Sequence[OpenLeaf]) -> str:

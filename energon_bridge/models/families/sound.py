@@ -291,12 +291,12 @@ class _Loudness(NamedTuple):
     Attributes:
         heard: The energy of the mean of its channels.
         energy: That of its channels, in the mean.
-        count: The number of samples of a channel.
+        length: The number of samples of a channel.
     """
 
     heard: float = 0.0
     energy: float = 0.0
-    count: int = 0
+    length: int = 0
 
     @classmethod
     def of(cls, floats: np.ndarray, mono: np.ndarray | None = None) -> _Loudness:
@@ -306,11 +306,11 @@ class _Loudness(NamedTuple):
 
     def doubt(self) -> Doubt | None:
         """Return what is odd."""
-        if self.count and self.heard <= _SILENT * self.count:
-            return "silent" if self.energy <= _SILENT * self.count else "cancelled"
+        if self.length and self.heard <= _SILENT * self.length:
+            return "silent" if self.energy <= _SILENT * self.length else "cancelled"
         if self.heard < _CANCELLED * self.energy:
             return "cancelled"
-        return "loud" if self.heard > self.count else None
+        return "loud" if self.heard > self.length else None
 
 
 def _energy(samples: np.ndarray) -> float:

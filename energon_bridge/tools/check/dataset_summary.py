@@ -79,9 +79,9 @@ class ColumnNumbers:
 class DatasetSummary:
     """The numbers of a prepared dataset.
 
-    `num_bytes` counts the shards, `missing_shards` are listed but do not exist, `new_shards` exist but are not
-    prepared. `wrong` and `warnings` are about the split file. `part_types` and `media` come from the key index and are
-    empty without one.
+    `num_bytes` counts the shards, `missing_shards` are listed but do not exist, `new_shards` exist but are neither
+    prepared nor excluded. `wrong` and `warnings` are about the split file. `part_types` and `media` come from the key
+    index and are empty without one.
     """
 
     path: str
@@ -142,7 +142,7 @@ def summarize_dataset(
         except ShardMissingError:
             missing.append(shard)
     unknown = _unknown_keys(store, info, splits)
-    wrong = [one for one in (splits.wrong_excludes(info.shard_counts),) if one]
+    wrong = [one for one in (splits.wrong_excludes(info.shard_counts, store.exists),) if one]
     if unknown:
         shard, key = min(unknown)
         more = f" (and {len(unknown) - 1:,} more)" * (len(unknown) > 1)
@@ -170,7 +170,7 @@ def summarize_dataset(
         num_shards=len(info.shard_counts),
         num_bytes=num_bytes,
         missing_shards=tuple(missing),
-        new_shards=_new_shards(store, info.shard_counts),
+        new_shards=_new_shards(store, {*info.shard_counts, *splits.exclude}),
         wrong=tuple(wrong),
         warnings=tuple(splits.doubts(info.shard_counts)),
         energon_version=info.energon_version,
@@ -200,10 +200,10 @@ def _unknown_keys(store: Store, info: DatasetInfo, splits: Splits) -> set[tuple[
     return {sample for sample, at in pairs if at is None or shards[at[0]] != sample[0]}
 
 
-def _new_shards(store: Store, prepared: Collection[str]) -> tuple[str, ...]:
+def _new_shards(store: Store, known: Collection[str]) -> tuple[str, ...]:
     """Return the tars that were added after the dataset was prepared; none if files cannot be listed."""
     try:
-        return tuple(sorted(name for name, _ in store.list((".tar",)) if name not in prepared))
+        return tuple(sorted(name for name, _ in store.list((".tar",)) if name not in known))
     except EnergonError:
         return ()
 

@@ -189,7 +189,7 @@ def lint_splits(path: str, *, split_config: str, dataset_config: str) -> tuple[l
     shards = read_info(store).shard_counts
     named = read_document(store, meta_path(dataset_config)).text("split_config")
     splits = read_splits(store, named or split_config)
-    wrong = splits.wrong_excludes(shards)
+    wrong = splits.wrong_excludes(shards, store.exists)
     problems = [Problem(dataset=store.root, shard=split_config, message=wrong)] if wrong else []
     return problems, splits.doubts(shards)
 

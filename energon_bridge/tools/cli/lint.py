@@ -31,6 +31,7 @@ from energon_bridge.tools.cli.prepare_options import (
     progress_option,
     shard_progress,
 )
+from energon_bridge.tools.cli.quarantine import print_excludes
 
 _MAX_SHOWN = 100
 _TAKEN = f"The field map takes all alike. To leave one out, {LEAVE_OUT}."
@@ -95,6 +96,7 @@ class _Problems:
 @click.option("--encoder", default=None, metavar="MODULE:ENCODER", help="Run this task encoder over all samples, too.")
 @click.option("--deep", is_flag=True, help="Compare the checksums of all parts, too (energon prepare --checksums).")
 @click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; of the column `hash` if there.")
+@click.option("--excludes", is_flag=True, help="Print entries for `exclude` of each dataset's split.yaml instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: ok, checked, samples, empty, warnings, problems.")
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
 @engine_options
@@ -109,6 +111,7 @@ def command(
     encoder: str | None,
     deep: bool,
     duplicates: bool,
+    excludes: bool,
     as_json: bool,
     parallel: int,
     engine: str,
@@ -133,7 +136,7 @@ def command(
     if one_task is not None and (encoder is not None or duplicates):
         raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
-    problems = _Problems(quiet=as_json)
+    problems = _Problems(quiet=as_json or excludes)
     datasets, empty = _opened(path, parts, dataset_config, split_config, problems, trust=trust_remote_code)
     workers = choose_engine(engine, address, parallel)
     if deep and (bare := [dataset for dataset in datasets if not dataset.has_checksums]):
@@ -154,7 +157,10 @@ def command(
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
     if one_task is not None:
         total = sum(_samples_of_task(dataset, one_task) for dataset in datasets)
-    _report(problems, checked, total, empty, as_json=as_json)
+    if excludes:
+        _print_excludes(problems.problems, as_json=as_json)
+    else:
+        _report(problems, checked, total, empty, as_json=as_json)
     if problems.bad:
         sys.exit(1)
 
@@ -273,6 +279,22 @@ def _encode(
             click.echo(f"{split}: {encoder} encodes {count_of(count, 'sample')}, {len(problems):,} fail.")
         for problem in problems:
             report.add(problem)
+
+
+def _print_excludes(problems: list[Problem], *, as_json: bool) -> None:
+    """Print the bad samples of tars as entries; on stderr, how many problems no entry leaves out."""
+    entries: dict[str, dict[str, None]] = {}
+    others = 0
+    for one in problems:
+        if one.key is not None and one.shard.endswith(".tar"):
+            entries.setdefault(one.dataset, {})[f"{one.shard}/{one.key}"] = None
+        else:
+            others += 1
+    print_excludes({dataset: [*names] for dataset, names in entries.items()}, as_json=as_json)
+    if others:
+        click.echo(
+            f"{count_of(others, 'problem')} of other kinds: energon lint without --excludes names them.", err=True
+        )
 
 
 def _report(problems: _Problems, checked: int, total: int, empty: list[str], *, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +36,7 @@ def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> N
     """
     failures = _read(files)
     if excludes:
-        _print_excludes(failures, as_json=as_json)
+        print_excludes(quarantine_excludes(failures), as_json=as_json)
         return
     if not failures and not as_json:
         click.echo("No sample failed.")
@@ -87,8 +87,8 @@ def _plain(sample: QuarantinedSample) -> dict[str, Any]:
     return asdict(sample) | {"members": members}
 
 
-def _print_excludes(failures: Sequence[QuarantinedSample], *, as_json: bool) -> None:
-    entries = quarantine_excludes(failures)
+def print_excludes(entries: Mapping[str, Sequence[str]], *, as_json: bool) -> None:
+    """Print entries for `exclude` of each dataset's split.yaml."""
     if as_json:
         print_json(entries)
         return

@@ -274,6 +274,12 @@ def _is_record(batch: Any) -> bool:
     return hasattr(type(batch), "__dataclass_fields__")
 
 
+_CUT = "\ufffd"
+"""What decoders write for bytes that are no whole character."""
+_MOST_CUT = 8
+"""The most tokens that are looked at for one character; UTF-8 has four bytes."""
+
+
 class TokenNames:
     """The text of each token by an encoder's tokenizer, and whether it is text, special, or part of an image."""
 
@@ -289,10 +295,31 @@ class TokenNames:
             self._texts[token] = self._decoded(token)
         return self._texts[token]
 
-    def _decoded(self, token: int) -> str:
+    def texts(self, tokens: Sequence[int | None]) -> list[str | None]:
+        """Return the texts of tokens in a row; None for None.
+
+        A character of several tokens is the text of the last of them, and those before it have none.
+        """
+        texts = [None if token is None else self.text(token) for token in tokens]
+        waiting: list[int] = []  # the places of tokens that end within a character
+        for place, text in enumerate(texts):
+            if text is None or _CUT not in text:
+                waiting = []
+                continue
+            waiting = [*waiting, place][-_MOST_CUT:]
+            for first in range(len(waiting) - 1):  # a character may begin after one that is damaged
+                whole = self._decoded(*(token for at in waiting[first:] if (token := tokens[at]) is not None))
+                if _CUT not in whole:
+                    texts[waiting[first] : place + 1] = [*[""] * (place - waiting[first]), whole]
+                    waiting = []
+                    break
+        return texts
+
+    def _decoded(self, *tokens: int) -> str:
+        token = tokens[0]
         try:
             tokenizer: Any = self._tokenizer
-            text = str(tokenizer.decode([token]))
+            text = str(tokenizer.decode([*tokens]))
             piece = getattr(tokenizer, "convert_ids_to_tokens", lambda _: "")(token)
         except Exception:  # an unknown id, or a tokenizer that cannot decode
             return f"#{token}"
@@ -338,8 +365,9 @@ def _rows(value: Any) -> list[list[Any]]:
 
 def _tokens(ids: Sequence[int], labels: Sequence[int], learned: Sequence[float], names: TokenNames) -> list[Token]:
     """Return the tokens of a segment; those of an image count as one."""
-    said = [names.text(label) if loss else None for label, loss in zip(labels, learned, strict=False)]
+    said = names.texts([label if loss else None for label, loss in zip(labels, learned, strict=False)])
     said += [None] * (len(ids) - len(said))
+    texts = names.texts(ids)
     tokens = []
     for kind, run in groupby(range(len(ids)), lambda position: names.kind(ids[position])):
         positions = list(run)
@@ -347,7 +375,7 @@ def _tokens(ids: Sequence[int], labels: Sequence[int], learned: Sequence[float],
         if kind == "image" and all(said[position] is None for position in positions[:-1]):
             tokens.append(Token(kind, names.text(ids[positions[0]]), said[positions[-1]], len(positions)))
         else:
-            tokens += [Token(kind, names.text(ids[position]), said[position]) for position in positions]
+            tokens += [Token(kind, texts[position] or "", said[position]) for position in positions]
     return tokens
 
 

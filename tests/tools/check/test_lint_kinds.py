@@ -30,7 +30,10 @@ from energon_bridge import (
     get_train_dataset,
 )
 from energon_bridge.core.errors import DecodeError
+from energon_bridge.core.format.dataset import read_prepared
+from energon_bridge.core.format.dataset_config import DatasetConfigs
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset, rebuild_index
+from energon_bridge.core.storage import open_store
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.families.sound import sound_of
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
@@ -481,6 +484,48 @@ def test_info_knows_parts_media_columns_and_tars_that_came_later(tmp_path: Path)
         assert line in shown
     (root / ".nv-meta/index.sqlite").write_bytes(b"no index")
     assert answer("info", root)["part_types"]["png"] == {"count": None, "num_bytes": None}
+
+
+def test_what_the_split_file_excludes_is_left_out_by_all(tmp_path: Path) -> None:
+    """A tar that nobody prepared, one that was, and a sample: training says nothing of them, and has what lint has."""
+    root = tmp_path / "data"
+    for name in ("a", "b", "c", "later"):
+        write_tar(root / f"{name}.tar", [(f"{name}{number}.txt", b"text") for number in range(3)])
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=TEXT, exclude="later")
+    split = root / ".nv-meta/split.yaml"
+    excluded = ["later.tar", "b.tar", "a.tar/a1"]
+    split.write_text(json.dumps({"split_parts": {"train": ["a.tar", "b.tar", "c.tar"]}, "exclude": excluded}))
+    found = answer("info", root)
+    assert (found["new_shards"], found["wrong"], found["warnings"]) == ([], [], [])
+    nothing = {"warnings": [], "problems": [], "empty": []}
+    assert lint(root)[1] == {**nothing, "ok": True, "checked": 5, "samples": 5}
+    warnings: list[str] = []
+    dataset, _ = open_split(root, warnings.append)
+    assert (dataset.num_samples - len(dataset.excluded), warnings) == (5, [])
+    split.write_text(split.read_text().replace("later.tar", "latter.tar"))
+    assert "'latter.tar' leaves nothing out" in lint(root)[1]["problems"][0]["message"]
+    assert answer("info", root)["new_shards"] == ["later.tar"]
+
+
+def open_split(root: Path, warn: Any) -> Any:
+    configs = DatasetConfigs(trust_remote_code=False)
+    names = {"split_part": "train", "dataset_config": "dataset.yaml", "split_config": "split.yaml"}
+    return read_prepared(open_store(root), configs, **names, warn=warn)
+
+
+def test_bad_samples_are_entries_for_split_yaml(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    write_tar(root / "s.tar", [("0.json", b"{}"), ("1.json", b"{"), ("2.json", b"["), ("2.png", b"no picture")])
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=CRUDE)
+    result = energon("lint", root, "--excludes", "--no-progress")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [f"{root}:", "  - s.tar/1", "  - s.tar/2"]
+    result = energon("lint", root, "--excludes", "--json", "--no-progress")
+    entries = json.loads(result.stdout)
+    assert entries == {str(root): ["s.tar/1", "s.tar/2"]}
+    split = root / ".nv-meta/split.yaml"
+    split.write_text(json.dumps({"split_parts": {"train": ["s.tar"]}, "exclude": entries[str(root)]}))
+    assert lint(root)[0] == 0
 
 
 def test_info_of_jsonl_and_mixes(data: Path, tmp_path: Path) -> None:

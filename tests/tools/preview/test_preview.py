@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from itertools import cycle, islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.images import images
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.forecast.planned_run import run_of_state
-from energon_bridge.tools.preview.batches import delivered, shown
+from energon_bridge.tools.preview.batches import TokenNames, delivered, shown
 from energon_bridge.tools.preview.pages import histogram, write_pages
 from energon_bridge.tools.preview.records import Clip, Picture, SampleRecord, ShownTurn, Text, fields_of, items_of
 from energon_bridge.tools.preview.sample_source import SampleSource, shared_out
@@ -668,3 +669,26 @@ def test_a_configuration_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
 def test_serving_names_what_is_missing(captions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "pip install 'energon-bridge[view]'" in energon("preview", captions, "--serve").output
+
+
+class Bytes:
+    """A tokenizer of bytes, as those of pairs are for rare characters; 300: the end of one and begin of another."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(b"\x98\x80\xe4" if one == 300 else bytes([one]) for one in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([*"a你!".encode()], ["a", "", "", "你", "!"]),
+        ([*"😀".encode()], ["", "", "", "😀"]),
+        ([*"é好".encode()], ["", "é", "", "", "好"]),
+        ([0xF0, 0x9F, 300, 0xBD, 0xA0], ["", "", "", "", "😀你"]),
+        ([0xF0, 0x9F, *b"a"], ["\ufffd", "\ufffd", "a"]),
+        ([0xE4, *"你".encode()], ["\ufffd", "", "", "你"]),
+        ([0xE4, None, 0xBD, 0xA0], ["\ufffd", None, "\ufffd", "\ufffd"]),
+    ],
+)
+def test_a_character_of_several_tokens_is_shown_once(tokens: list[Any], expected: list[Any]) -> None:
+    assert TokenNames(SimpleNamespace(tokenizer=Bytes())).texts(tokens) == expected
