@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import no_room
 from made import made_once
 from torch import Tensor
 
@@ -200,6 +201,27 @@ def test_a_validation_that_a_stop_prevented_comes_after_the_resume(dataset: Path
     train(config, 1, resume=True)
     assert metrics.read_text() == expected.read_text()
     assert expected.read_text().count("validation_loss") == 2
+
+
+@pytest.mark.parametrize("room", [300, 30_000])
+def test_a_full_disk_is_said_and_keeps_no_part_of_a_checkpoint(dataset: Path, tmp_path: Path, room: int) -> None:
+    """Of the first small file, which C++ writes and fails without a reason, and of the tensors."""
+    config = configuration(dataset, tmp_path / "run", "train.max_steps=1", "validation.limit_batches=0")
+
+    def fill(rank: int) -> None:
+        save = run_module.save_checkpoint
+
+        def without_room(*arguments: Any, **kwargs: Any) -> None:
+            with no_room(room):
+                save(*arguments, **kwargs)
+
+        run_module.save_checkpoint = without_room
+
+    part = rf"{tmp_path}/run/checkpoints/\.step-0000001\.part"
+    what = "the checkpoint" if room == 300 else r"[\d,]{6,} bytes of the checkpoint"
+    with pytest.raises(Exception, match=rf"StorageError: {part}.*: cannot write {what}: .*File too large.*: make room"):
+        train(config, 1, disturb=fill)
+    assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
 def test_a_run_that_loses_a_rank_goes_on_from_its_last_checkpoint(

@@ -397,7 +397,7 @@ def cannot_write(path: str | os.PathLike[str], error: BaseException, doing: str 
     )
 
 
-def no_room(error: BaseException, paths: Iterable[str | os.PathLike[str]]) -> StorageError | None:
+def no_room(error: BaseException, paths: Iterable[str | os.PathLike[str]], doing: str = "") -> StorageError | None:
     """Return the error for an exception that came of a full disk, with the fullest of `paths`; None if it did not."""
     cause: BaseException | None = error
     while cause is not None and not _is_full(cause):
@@ -405,7 +405,7 @@ def no_room(error: BaseException, paths: Iterable[str | os.PathLike[str]]) -> St
     if cause is None:
         return None
     named = [name] if isinstance(name := getattr(cause, "filename", None), str) else []
-    return cannot_write(min(named or paths, key=lambda path: _free(path)[1]), cause)
+    return cannot_write(min(named or paths, key=lambda path: _free(path)[1]), cause, doing)
 
 
 def _free(path: str | os.PathLike[str]) -> tuple[str, int]:

@@ -19,6 +19,8 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError, StorageError
+from energon_bridge.core.storage import no_room, write_file
 from energon_bridge.training.config import SIZES
 from energon_bridge.training.megatron.ranks import Ranks
 from energon_bridge.training.megatron.step import Training
@@ -80,6 +87,9 @@ def save_checkpoint(
         data: The state of the data of the whole run.
         keep: Number of checkpoints to keep, the latest ones; 0 keeps all.
         feedback: The state of the weights that follow the losses.
+
+    Raises:
+        StorageError: The disk of a rank is full. What was written of the checkpoint is removed; earlier ones stay.
     """
     target = checkpoint_folder(folder, step)
     part = target.with_name(f".{target.name}.part")
@@ -88,16 +98,42 @@ def save_checkpoint(
             shutil.rmtree(leftover)
         part.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(
-        _parts(training, is_loading=False), str(part), SynchronousSave(), content_metadata=_SHARDING
-    )
+    with _full_disk_said(part):
+        dist_checkpointing.save(
+            _parts(training, is_loading=False), str(part), SynchronousSave(), content_metadata=_SHARDING
+        )
+        if training.ranks.main:
+            run = {"step": step, "data": data, "feedback": feedback, "model": _sizes(training)}
+            torch.save(run, part / _RUN)
+            _finish(part, target)
     if training.ranks.main:
-        run = {"step": step, "data": data, "feedback": feedback, "model": _sizes(training)}
-        torch.save(run, part / _RUN)
-        _finish(part, target)
         for old in complete_checkpoints(folder)[:-keep] if keep else []:
             shutil.rmtree(old)
     dist.barrier()
+
+
+@contextmanager
+def _full_disk_said(part: Path) -> Iterator[None]:
+    """Raise what a full disk caused on any rank as StorageError, without what was written so far."""
+    try:
+        yield
+    except (CheckpointException, OSError, RuntimeError) as error:
+        failures = [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+        full = next((one for one in failures if isinstance(one, StorageError)), None)
+        full = full or no_room(error, [part]) or _probed(part)
+        if full is None:
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+        raise full from error
+
+
+def _probed(part: Path) -> StorageError | None:
+    """Return the error of a disk that takes no further file, which `torch.save` does not say; None if it takes one."""
+    try:
+        write_file(part / "room", (bytes(1 << 16),))
+    except OSError as error:
+        return no_room(error, [part], " the checkpoint")
+    return None
 
 
 def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any], dict[str, Any] | None]:
@@ -191,6 +227,19 @@ class SynchronousSave(TorchDistSaveShardedStrategy):
         parts, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         save(
             mcore_to_pyt_state_dict(parts, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
+            storage_writer=_Writer(checkpoint_dir, single_file_per_rank=True, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
+
+
+class _Writer(FileSystemWriter):
+    """Says on the rank itself that its disk is full, since other ranks get an exception without its cause."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            count = sum(item.tensor_storage_size() or 0 for item in plan.items)
+            if (full := no_room(error, [self.path], f" {count:,} bytes of the checkpoint")) is None:
+                raise
+            raise full from error
