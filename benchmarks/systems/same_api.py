@@ -30,7 +30,8 @@ def touch(batch: Any) -> list[str]:
     payload = next(getattr(batch, name) for name in ("image", "text", "sequence") if hasattr(batch, name))
     assert len(payload) == len(batch.__key__)
     assert len(batch.__sources__) >= len(payload)
-    return [key for keys in batch.__key__ for key in keys.split(" ")]
+    keys = list(batch.__key__)
+    return " ".join(keys).split(" ") if " " in keys[0] else keys  # of packs
 
 
 def packing(package: ModuleType) -> type:

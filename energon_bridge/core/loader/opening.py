@@ -19,7 +19,7 @@ _FAR_READERS = 16
 """Rounds read ahead at the same time if storage answers slowly."""
 _LEAST_AHEAD = 4
 """Draws of a lane read ahead, at least, if rounds are too large."""
-_TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
+_TOGETHER_BYTES, _TOGETHER = 64 << 20, 2048
 """A lane reads several rounds of a leaf together, up to so many bytes of all lanes, and up to so many samples."""
 
 
