@@ -241,21 +241,21 @@ def assert_same_run(
 
 @contextmanager
 def reads_counted() -> Any:
-    """Count the bytes that are read of shards."""
-    count = [0]
+    """Return a list that gets offset and length of each read of a shard."""
+    read: list[tuple[int, int]] = []
     inner = LocalStore.read_range, LocalStore.read_ranges
 
     def read_range(self: Any, rel: str, offset: int, length: int) -> bytes:
-        count[0] += length if rel.endswith(".tar") else 0
+        read.extend([(offset, length)] if rel.endswith(".tar") else [])
         return inner[0](self, rel, offset, length)
 
     def read_ranges(self: Any, rel: str, offsets: Any, lengths: Any) -> list[bytes]:
-        count[0] += sum(lengths) if rel.endswith(".tar") else 0
+        read.extend(zip(offsets, lengths, strict=True) if rel.endswith(".tar") else [])
         return inner[1](self, rel, offsets, lengths)
 
     LocalStore.read_range, LocalStore.read_ranges = read_range, read_ranges  # type: ignore[method-assign]
     try:
-        yield count
+        yield read
     finally:
         LocalStore.read_range, LocalStore.read_ranges = inner  # type: ignore[method-assign]
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -45,6 +45,9 @@ class PerProcess(Generic[_T]):
     def __init__(self, make: Callable[[], _T]) -> None:
         self._make = make
         self._made: dict[int, _T] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerProcess, (self._make,)
 
     def __call__(self) -> _T:
         """Return the value of this process."""

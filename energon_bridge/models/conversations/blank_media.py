@@ -139,17 +139,14 @@ def add_blanks(
         mrope = batch.position_ids.expand(3, -1, -1)
     for blank in given:
         media |= {name: value.to(batch.tokens.device) for name, value in blank.media.items()}
+    of_tokens: dict[str, Any] = {name: fields.pop(name) for name in names if name in fields}
     width = batch.tokens.shape[1]
     borders = batch.cu_seqlens_padded
     borders = None if borders is None else borders + extra * (borders // width)  # the rows before each are longer
     return replace(
         batch,
         tokens=fields.pop("input_ids"),
-        labels=fields.pop("labels"),
-        loss_mask=fields.pop("loss_mask"),
-        position_ids=fields.pop("position_ids"),
-        attention_mask=fields.pop("attention_mask"),
-        mm_token_type_ids=fields.pop("mm_token_type_ids", None),
+        **of_tokens,
         pixel_values=media.pop("pixel_values", None),
         visual_inputs={**media, **fields},
         mrope_position_ids=None if mrope is None else torch.nn.functional.pad(mrope, (0, extra)),

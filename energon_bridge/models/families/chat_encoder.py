@@ -338,11 +338,9 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         family = self.family
         if sample.plans and family is not None:
             try:
-                videos = [_decoded_video(video) for video in sample.videos]
+                videos = list(map(decoded_medium, sample.videos))
                 if isinstance(family, ProcessorFamily):
-                    visual = family.processed(
-                        sample, images, videos, [_sound_samples(sound) for sound in sample.sounds]
-                    )
+                    visual = family.processed(sample, images, videos, list(map(decoded_medium, sample.sounds)))
                 else:  # images, then videos; each in order
                     visual = family.process(images, videos, sorted(sample.plans, key=lambda plan: plan.kind))
             except SampleError as error:
@@ -687,19 +685,13 @@ def _in_order(plans: Sequence[Plan], videos: Sequence[VideoFrames], sounds: Sequ
     return [sound for sound in heard if sound is not None]
 
 
-def _sound_samples(sound: Any) -> np.ndarray:
-    """Return the samples of a sound, decoded on the engine's threads or here."""
-    samples: np.ndarray = (
-        sound.decoded() if isinstance(sound, Deferred) else sound.get() if isinstance(sound, Sound) else sound
-    )
-    return samples
-
-
-def _decoded_video(video: Any) -> Any:
-    """Return a video for a family: its pixels if they are made, else with its frames decoded."""
-    if isinstance(video, Deferred):
-        return video.decoded()
-    return decoded(video) if isinstance(video, VideoFrames) else video
+def decoded_medium(medium: Any) -> Any:
+    """Return what a family takes of an image, video or sound that the engine's threads have decoded, or not."""
+    if isinstance(medium, Deferred):
+        return medium.decoded()
+    if isinstance(medium, VideoFrames):
+        return decoded(medium)
+    return medium.get() if isinstance(medium, Sound) else medium
 
 
 def _with_pixels(family: Any, config: ChatConfig) -> Any:

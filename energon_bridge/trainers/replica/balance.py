@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.savable import SavableDataLoader
-from energon_bridge.trainers.replica.balanced import BalancedLoader, Cost
+from energon_bridge.trainers.replica.balanced import BalancedLoader, Cost, check_size
 from energon_bridge.trainers.replica.exchange import Peers
 from energon_bridge.trainers.replica.groups import Replica, data_parallel_group, gathered
 
@@ -118,7 +118,6 @@ def _check(loader: Any, balance: Balance) -> None:
             f"balance needs an endless training stream, got {kind}, whose last global batch may lack microbatches: "
             "leave balance out (for validation), or train without repeat=False and virtual_epoch_length"
         )
-    size = config.microbatches_per_global_batch
     ranks = config.dp_size
     peers = Peers(balance.group)
     if (peers.rank, peers.size) != (config.dp_rank, ranks):
@@ -127,13 +126,8 @@ def _check(loader: Any, balance: Balance) -> None:
             "found another group: initialise torch.distributed before both, and pass make_balance the pg_collection "
             "of the data"
         )
-    if size is None or size % ranks:
-        raise ConfigurationError(
-            f"balance: {ranks} data-parallel ranks cannot divide a global batch of "
-            f"{'an unknown number of' if size is None else size} microbatches: set global_batch_size (or "
-            "WorkerConfig(microbatches_per_global_batch=…)), a multiple of micro_batch_size times the number of ranks"
-        )
-    if size == ranks > 1 and not config.dp_rank:
+    rounds = check_size(config.microbatches_per_global_batch, ranks, f"balance: {ranks} data-parallel ranks")
+    if rounds == 1 < ranks and not config.dp_rank:
         logger.warning(
             "balance has no effect, because each rank runs one microbatch of a global batch: use a smaller "
             "micro_batch_size or a larger global_batch_size"

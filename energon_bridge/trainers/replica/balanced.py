@@ -312,7 +312,7 @@ class BalancedLoader:
 
     def seek(self, step: int) -> None:
         """Go to a step of the run (see `SavableDataLoader.seek`); a step is a microbatch of each rank."""
-        self._check_place(step * self._peers.size)
+        check_place(step * self._peers.size, self._rounds * self.config.dp_size)
         self._drop()
         self.loader.seek(step)
         self._moved()
@@ -391,21 +391,32 @@ class BalancedLoader:
 
     def _moved(self) -> None:
         """Begin at the loader's position."""
-        self._check_place(self.loader.microbatches)
+        check_place(self.loader.microbatches, self._rounds * self.config.dp_size)
         if not self.ownership.even:  # a state may bring another number of lanes
             raise ConfigurationError(_uneven(self.ownership))
         self._state = self._state_after = self.loader.snapshot()
         self._part = _LoadedPart(number=self.loader.microbatches // (self._rounds * self._peers.size))
 
-    def _check_place(self, microbatches: int) -> None:
-        """Raise unless the position is the beginning of a global batch."""
-        size = self._rounds * self.config.dp_size
-        if microbatches % size:
-            raise StepMismatchError(
-                f"the data is at microbatch {microbatches}, in the middle of a global batch of {size}: with balance, a "
-                "run continues at the start of one. Use a state that was saved after an optimizer step, or set the "
-                "global batch size that it was saved with"
-            )
+
+def check_place(microbatches: int, size: int) -> None:
+    """Raise StepMismatchError unless a position is the beginning of a global batch of a size."""
+    if microbatches % size:
+        raise StepMismatchError(
+            f"the data is at microbatch {microbatches}, in the middle of a global batch of {size}: with balance, a "
+            "run continues at the start of one. Use a state that was saved after an optimizer step, or set the "
+            "global batch size that it was saved with"
+        )
+
+
+def check_size(size: int | None, ranks: int, who: str) -> int:
+    """Return the microbatches that each rank runs of a global batch, or raise ConfigurationError."""
+    if size is None or size % ranks:
+        raise ConfigurationError(
+            f"{who} cannot divide a global batch of "
+            f"{'an unknown number of' if size is None else size} microbatches: set global_batch_size (or "
+            "WorkerConfig(microbatches_per_global_batch=…)), a multiple of micro_batch_size times the number of ranks"
+        )
+    return size // ranks
 
 
 def _uneven(ownership: Ownership) -> str:

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.core.errors import ConfigurationError, StepMismatchError
+from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.loader.saved_run import State
 from energon_bridge.trainers.replica.assignment import divide
-from energon_bridge.trainers.replica.balanced import FIGURES, Cost
+from energon_bridge.trainers.replica.balanced import FIGURES, Cost, check_place, check_size
 from energon_bridge.trainers.replica.warmup import CostWarmup
 from energon_bridge.trainers.roles.encoding import LaneMedia
 
@@ -68,15 +68,10 @@ def make_deal(dataset: DatasetSpec, cost: Cost, *, language: int, block: int) ->
             "has an encoder rank of its own: use fewer encoder ranks, or leave balance out"
         )
     size = dataset.worker_config.microbatches_per_global_batch
-    if size is None or size % language:
-        raise ConfigurationError(
-            f"roles: {language} language ranks cannot divide a global batch of "
-            f"{'an unknown number of' if size is None else size} microbatches: set global_batch_size (or "
-            "WorkerConfig(microbatches_per_global_batch=…)), a multiple of micro_batch_size times the number of ranks"
-        )
-    if size == language:
+    rounds = check_size(size, language, f"roles: {language} language ranks")
+    if rounds == 1:
         logger.warning("roles: balance has no effect, because each language rank runs one microbatch of a global batch")
-    return Deal(cost=cost, ranks=block, rounds=size // language)
+    return Deal(cost=cost, ranks=block, rounds=rounds)
 
 
 class DealtStream:
@@ -102,14 +97,7 @@ class DealtStream:
 
     def restart(self) -> None:
         """Begin where the loader stands. Raises StepMismatchError in the middle of a global batch."""
-        config = self._loader.config
-        size = self._deal.rounds * config.dp_size
-        if self._loader.microbatches % size:
-            raise StepMismatchError(
-                f"the data is at microbatch {self._loader.microbatches}, in the middle of a global batch of {size}: "
-                "with balance, a run continues at the start of one. Use a state that was saved after an optimizer "
-                "step, or set the global batch size that it was saved with"
-            )
+        check_place(self._loader.microbatches, self._deal.rounds * self._loader.config.dp_size)
         self._loaded: list[Any] = []
         self._ready: deque[Any] = deque()
         self.state: Callable[[], State] = self._loader.snapshot()

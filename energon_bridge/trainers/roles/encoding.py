@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from energon_bridge.core.encoder.decoder import SampleDecoder
-from energon_bridge.core.encoder.deferred import Deferred
 from energon_bridge.core.encoder.hooks import CONFIG, Hook, is_overridden
 from energon_bridge.core.encoder.task_encoder import AugmentTaskEncoder
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError
@@ -31,11 +30,12 @@ from energon_bridge.models.conversations.conversation import Kind
 from energon_bridge.models.conversations.sample_encoders import sample_key
 from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, join_visual
 from energon_bridge.models.families import ChatTemplateTaskEncoder, ProcessorFamily, VideoFrames
+from energon_bridge.models.families.chat_encoder import decoded_medium
 from energon_bridge.models.families.processor_plans import PROBES
 from energon_bridge.models.families.qwen import DeferredVideo
 from energon_bridge.models.families.rendering import placeholder_tokens
 from energon_bridge.models.families.sound import DeferredSound, Sound
-from energon_bridge.models.families.video import FramesToDecode, decoded, frames_shape
+from energon_bridge.models.families.video import FramesToDecode, frames_shape
 from energon_bridge.models.families.vision import Plan, PreparedSample, positions_of
 from energon_bridge.models.images.images import DeferredImage
 
@@ -180,8 +180,8 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
 class LaneMedia(Batch):
     """The media of one microbatch of a language lane, as far as this encoder rank makes them.
 
-    `visual_inputs`: what the model's encoder takes, in the order of rows and tokens. `num_tokens` and `rows`: of each
-    medium, its tokens in the sequence and its row. `input_ids`: the tokens of the whole microbatch, int64 (B, S).
+    `visual_inputs`: what the model's encoder takes, in the order of rows and tokens. `row_tokens`: of each row, the
+    tokens of its media; there are `num_media` in all. `input_ids`: the tokens of the whole microbatch, int64 (B, S).
     `part_tokens`: by kind of medium, the tokens of each part that the media are cut into, this rank's and the others'.
     `blanks`: what is said of media that are blank since they could not be decoded. `cost`: that of the texts, where
     they are balanced.
@@ -191,8 +191,8 @@ class LaneMedia(Batch):
 
     visual_inputs: dict[str, Tensor]
     input_ids: Tensor
-    num_tokens: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    row_tokens: list[int] = field(default_factory=list)
+    num_media: int = 0
     part_tokens: dict[str, list[int]] = field(default_factory=dict)
     blanks: list[str] = field(default_factory=list)
     cost: float = 0.0
@@ -233,12 +233,6 @@ class MediaTaskEncoder(LanguageTaskEncoder):
                 "must get: make roles with one grid for both, {'language': …, 'media': …}"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_threads": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_threads": PerProcess(_threads)}
-
     def blank_media(self) -> list[Blank]:
         """Return a blank medium of each of its kinds that the model takes.
 
@@ -261,24 +255,21 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             ) from error
 
     def _with_media(self, rows: Sequence[_Row], text: Any) -> LaneMedia:
-        of_row = [(number, sample) for number, row in enumerate(rows) for sample in row.samples]
-        wanted, part_tokens = self._cut([sample for _, sample in of_row])
-        made, blanks = self._made([sample for _, sample in of_row], wanted)
+        samples = [sample for row in rows for sample in row.samples]
+        wanted, part_tokens = self._cut(samples)
+        made, blanks = self._made(samples, wanted)
         given: Callable[[str], Any] = text.get if isinstance(text, dict) else lambda name: getattr(text, name, None)
         tokens = given("tokens") if given("input_ids") is None else given("input_ids")
-        found = [
-            (sample.plans[place].tokens, number)
-            for (number, sample), places in zip(of_row, wanted, strict=True)
-            for place in places
-        ]
+        places = iter(wanted)
+        row_tokens = [sum(one.plans[place].tokens for one in row.samples for place in next(places)) for row in rows]
         visual = join_visual(made, [0] * len(made), count=1) if any(made) else {}
         return LaneMedia(
             __key__=list(given("__key__")),
             __restore_key__=given("__restore_key__") or (),
             visual_inputs=visual,
             input_ids=tokens,
-            num_tokens=[tokens for tokens, _ in found],
-            rows=[row for _, row in found],
+            row_tokens=row_tokens,
+            num_media=sum(map(len, wanted)),
             part_tokens=part_tokens,
             blanks=blanks,
             cost=0.0 if self.cost is None else float(self.cost(text)),
@@ -289,27 +280,20 @@ class MediaTaskEncoder(LanguageTaskEncoder):
         """Cut the media into parts; return this rank's media of each sample, as places among its plans, and the tokens
         of all parts, by kind.
         """
-        number, parts = self.part
+        own, parts = self.part
         # What is cut is a medium, or, where a processor makes those of a sample together, these.
-        units: list[list[list[int]]] = []
-        for sample in samples:
+        units: list[tuple[int, list[int]]] = []
+        for number, sample in enumerate(samples):
             places = [place for place, plan in enumerate(sample.plans) if plan.kind in self.kinds]
-            units.append([places] * bool(places) if self._of_processor else [[place] for place in places])
-        sizes = [
-            sum(sample.plans[place].tokens for place in unit)
-            for sample, of_sample in zip(samples, units, strict=True)
-            for unit in of_sample
-        ]
-        part_of = iter(cut(sizes, parts))
-        wanted: list[list[int]] = []
+            together = [places] * bool(places) if self._of_processor else [[place] for place in places]
+            units += [(number, unit) for unit in together]
+        sizes = [sum(samples[number].plans[place].tokens for place in unit) for number, unit in units]
+        wanted: list[list[int]] = [[] for _ in samples]
         tokens: dict[str, list[int]] = {kind: [0] * parts for kind in sorted(self.kinds)}
-        for sample, of_sample in zip(samples, units, strict=True):
-            wanted.append([])
-            for unit in of_sample:
-                part = next(part_of)
-                wanted[-1] += unit if part == number else []
-                for kind, count in (found for place in unit for found in self._by_kind(sample.plans[place])):
-                    tokens[kind][part] += count
+        for (number, unit), part in zip(units, cut(sizes, parts), strict=True):
+            wanted[number] += unit if part == own else []
+            for kind, count in (found for place in unit for found in self._by_kind(samples[number].plans[place])):
+                tokens[kind][part] += count
         return wanted, tokens
 
     def _by_kind(self, plan: Plan) -> Iterator[tuple[str, int]]:
@@ -402,17 +386,9 @@ def cut(sizes: Sequence[int], parts: int) -> list[int]:
 def _tried(value: Any) -> tuple[Any, str]:
     """Return a medium decoded, or blank with the reason."""
     try:
-        return _decoded(value), ""
+        return decoded_medium(value), ""
     except SampleError as error:
         return blank(value), str(error)
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, Deferred):
-        return value.decoded()
-    if isinstance(value, VideoFrames):
-        return decoded(value)
-    return value.get() if isinstance(value, Sound) else value
 
 
 def blank(value: Any) -> Any:
@@ -423,12 +399,8 @@ def blank(value: Any) -> Any:
     if isinstance(value, DeferredVideo):
         value = value.video
     if isinstance(value, VideoFrames) and isinstance(value.frames, FramesToDecode):
-        return replace(value, frames=torch.zeros(_shape_of(value.frames), dtype=torch.uint8))
+        count, height, width = frames_shape(value.frames)
+        return replace(value, frames=torch.zeros(count, 3, height, width, dtype=torch.uint8))
     if isinstance(value, DeferredSound):
         value = value.sound
     return np.zeros(value.length, np.float32) if isinstance(value, Sound) else value
-
-
-def _shape_of(frames: FramesToDecode) -> tuple[int, int, int, int]:
-    count, height, width = frames_shape(frames)
-    return count, 3, height, width

@@ -29,6 +29,7 @@ from energon_bridge.core.datasets import get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, DecodeError, WrongUseError, check_number
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.fits import merge
+from energon_bridge.core.loader.ranks import gathered as values_of_ranks
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
 from energon_bridge.core.samples import Batch, edataclass
@@ -147,8 +148,6 @@ def _with_context_parallel(grids: Mapping[str, Grid], context: Grid) -> dict[str
 
 
 def _grid(name: str, group: Any) -> Grid:
-    if isinstance(group, Grid):
-        return group
     if isinstance(group, tuple):
         rank, size = group
         if rank is not None and not 0 <= rank < size:
@@ -226,7 +225,8 @@ class Roles:
     @property
     def names(self) -> tuple[str, ...]:
         """The grids that this process is of, `language` first."""
-        return tuple(sorted((name for name, grid in self.grids.items() if grid.rank is not None), key=_language_first))
+        own = [name for name, grid in self.grids.items() if grid.rank is not None]
+        return tuple(sorted(own, key=lambda name: (name != LANGUAGE, name)))
 
     @property
     def place(self) -> dict[str, Any]:
@@ -311,10 +311,6 @@ class Roles:
             spec = replace(dataset.with_settings(task_encoder=encoder), worker_config=config)
             loaders[name] = get_savable_loader(spec, worker_config=config, **options)
         return RoleLoader(loaders, self, blank, deal)
-
-
-def _language_first(name: str) -> tuple[bool, str]:
-    return name != LANGUAGE, name
 
 
 class RoleLoader:
@@ -481,13 +477,11 @@ class RoleLoader:
         Without torch.distributed, it is what `save_state_rank` returns.
         """
         own = self.save_state_rank()
-        if distributed() is None:
+        world = distributed()
+        if world is None:
             return own
-        rank = self.roles.grids[LANGUAGE].rank
-        found: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, (rank, own))
-        # Ranks of a replica have the same state.
-        states = {rank: state for rank, state in found if state is not None}
+        found = values_of_ranks("", (self.roles.grids[LANGUAGE].rank, own), world.get_world_size(), None)
+        states = {rank: state for rank, state in found if state is not None}  # ranks of a replica have the same
         return merge([states[rank] for rank in sorted(states)])
 
     def load_state_dict(self, state: Any) -> None:
@@ -534,20 +528,14 @@ def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank] = ()) -> EncoderB
     blank = {name: value for one in lacking(blanks, visual) for name, value in one.media.items()}
     visual |= blank
     has_pixels = any(name.startswith("pixel_values") for name in visual)
-    by_row = []
-    for lane in lanes:
-        counts = [0] * len(lane.input_ids)
-        for tokens, row in zip(lane.num_tokens, lane.rows, strict=True):
-            counts[row] += tokens
-        by_row.append(counts)
     return EncoderBatch(
         __key__=[key for lane in lanes for key in lane.__key__],
         __restore_key__=tuple(lane.__restore_key__ for lane in lanes),
         visual_inputs=visual,
         input_ids=[lane.input_ids for lane in lanes],
-        num_tokens=[sum(lane.num_tokens) for lane in lanes],
-        num_media=[len(lane.num_tokens) for lane in lanes],
-        row_tokens=by_row,
+        num_tokens=[sum(lane.row_tokens) for lane in lanes],
+        num_media=[lane.num_media for lane in lanes],
+        row_tokens=[lane.row_tokens for lane in lanes],
         part_tokens=[lane.part_tokens for lane in lanes],
         blank_media=sorted(blank),
         pixel_norm=lanes[0].pixel_norm if has_pixels else None,

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import tarfile
+from bisect import bisect
 from collections import Counter
 from functools import cache
 from itertools import islice
@@ -247,6 +248,7 @@ def test_each_picture_is_read_and_decoded_once(tmp_path: Path, monkeypatch: pyte
     data = pictures_dataset(tmp_path, (12,), side=640)
     with tarfile.open(data / "train" / "0.tar") as tar:
         members = tar.getmembers()
+    starts = [member.offset for member in members]
     bytes_of: Counter[str] = Counter()
     for member in members:
         bytes_of[member.name.split(".")[0]] += 512 + -(-member.size // 512) * 512
@@ -254,6 +256,7 @@ def test_each_picture_is_read_and_decoded_once(tmp_path: Path, monkeypatch: pyte
     decoded = note_decoded(monkeypatch)
     with reads_counted() as today:
         media = sum(sum(batch.num_images) for rank in plain(dataset, 4, 3) for batch in rank)
+    of_all = sum(length for _, length in today)
     of_one_grid = sorted(decoded)
     assert len(of_one_grid) >= media > 10
     for sizes in ({"language": 4, "vision": 2}, {"language": 4, "vision": 4}):
@@ -268,15 +271,52 @@ def test_each_picture_is_read_and_decoded_once(tmp_path: Path, monkeypatch: pyte
                 loader.close()
                 if name == "language":
                     assert len(decoded) == before
-                    assert 0 < read[0] * 4 < 0.1 * today[0]
+                    assert 0 < sum(length for _, length in read) * 4 < 0.05 * of_all
                 else:
-                    served = sum(bytes_of[key.split("/")[-1]] for step in steps for key in step.__key__)
-                    assert read[0] < 1.01 * served  # and texts that are read ahead, where reads are slow
-                    by_encoders += read[0]
+                    served = [key.split("/")[-1] for step in steps for key in step.__key__]
+                    named = [(members[bisect(starts, place) - 1].name, length) for place, length in read]
+                    read_here = sum(
+                        length for member, length in named if member.split(".")[0] in served
+                    )  # not texts ahead
+                    assert read_here < 1.01 * sum(bytes_of[key] for key in served)
+                    by_encoders += read_here
                     pictures += sum(sum(step.num_media) for step in steps)
         assert pictures == media
-        assert by_encoders < 1.01 * today[0]
+        assert by_encoders < 1.01 * of_all
         assert len(decoded) == media
+
+
+def test_encoder_ranks_read_equal_parts_of_samples_of_one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly one in D_e of what one grid reads; language ranks, all texts and 256 bytes of each picture."""
+    (tmp_path / "train").mkdir()
+    turns = [{"role": "user", "content": "<image>what is it?"}, {"role": "assistant", "content": "a color"}]
+    text = json.dumps({"messages": turns}).encode().ljust(512)
+    samples = {f"{number:02d}": {"jpg": small_jpeg().ljust(15_360, b"\0"), "json": text} for number in range(48)}
+    write_shard(tmp_path / "train" / "0.tar", samples)
+    yaml = render_dataset_yaml("CrudeWebdataset", None)
+    prepare_dataset(tmp_path, split=parse_patterns(["train:train/.*"]), dataset_yaml=yaml)
+    known = encoder_of("qwen2_vl", max_pixels=64 * 64)
+    encoder = Plain(known.tokenizer, known.family, ChatConfig(seq_length=400))
+    dataset = get_train_dataset(tmp_path, batch_size=2, task_encoder=encoder, worker_config=CONFIG)
+    of_sample = 2 * 512 + 512 + 15_360
+    read: Counter[int] = Counter()
+    read_range = LocalStore.read_range
+
+    def counting(store: Any, rel: str, offset: int, length: int) -> bytes:
+        read[offset // of_sample] += length
+        return read_range(store, rel, offset, length)
+
+    monkeypatch.setattr(LocalStore, "read_range", counting)
+    sizes = {"language": 8, "vision": 4}
+    for name, size in sizes.items():
+        for rank in range(size):
+            read.clear()
+            loader = role_loader(dataset, name, rank, sizes)
+            (step,) = islice(loader, 1)
+            loader.close()
+            own = [int(key.split("/")[-1]) for key in step[name].__key__]  # others may be read ahead
+            assert len(set(own)) == (4 if name == "vision" else 2)
+            assert {read[sample] for sample in own} == {of_sample if name == "vision" else 2 * 512 + 512 + 256}
 
 
 def small_jpeg() -> bytes:
