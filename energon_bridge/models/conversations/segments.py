@@ -76,17 +76,8 @@ _OPPOSITES = (
         ("s", "e"),
         ("st", "ed"),
     ),
-    *(
-        ("st", "et"),
-        ("ss", "se"),
-        ("seek", "to"),
-        ("t0", "t1"),
-        ("t1", "t2"),
-        ("tmin", "tmax"),
-        ("ss", "to"),
-        ("in", "out"),
-        ("since", "until"),
-    ),
+    *(("st", "et"), ("ss", "se"), ("seek", "to"), ("t0", "t1"), ("t1", "t2"), ("tmin", "tmax"), ("ss", "to")),
+    *(("in", "out"), ("since", "until")),
 )
 _UNITS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
@@ -100,26 +91,12 @@ _OF_SPANS = frozenset(
 _OF_OTHERS = frozenset(
     (
         *("size", "resolution", "shape", "dim", "dimension", "bbox", "box", "rect", "point", "coord", "coordinate"),
-        *(
-            "position",
-            "pos",
-            "indices",
-            "xy",
-            "keypoint",
-            "polygon",
-            "id",
-            "score",
-            "count",
-            "num",
-            "fps",
-            "rate",
-            "width",
-        ),
+        *("position", "pos", "indices", "xy", "keypoint", "polygon", "id", "score", "count", "num", "fps", "rate"),
         *("height", "pixel", "ratio", "aspect", "label", "class", "page", "char", "character", "token", "word", "line"),
         *("year", "date", "day", "month", "version", "lat", "lon", "rank", "level", "weight", "channel", "answer"),
         *("option", "choice", "rating", "vote", "volume", "price", "temperature", "byte", "row", "column", "layer"),
         *("prob", "logprob", "embedding", "vector", "feature", "scale", "crop", "age", "speed", "split", "name"),
-        *("wh", "hw", "gps", "geo", "latlon", "lonlat", "latlong", "lng", "long"),
+        *("wh", "hw", "width", "gps", "geo", "latlon", "lonlat", "latlong", "lng", "long"),
     )
 )
 """Words of names of pairs of numbers that are no times."""
