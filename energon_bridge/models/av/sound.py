@@ -45,6 +45,8 @@ BARE_FORMATS = ("ac3", "eac3", "dts", "dtshd", "mlp", "truehd", "loas", "adx")
 """Formats without a container, and so without timestamps: FFmpeg's are estimates, which cannot show a jump."""
 BROADCASTS = ("mpegts", "mpeg")
 """MPEG-TS and -PS: their packets (PES) have times, but the several blocks of sound in a packet have none."""
+_FOUND_IN_WAVES = ("pcm_", "mp2", "mp3", "ac3", "dca")
+"""Codecs of which FFmpeg finds the place of a time in a WAV exactly: by the size of samples, or an index it makes."""
 _MISSING_SECONDS: Mapping[str, Fraction] = {
     **dict.fromkeys(("flac", "wv", "tta", "ape"), Fraction(0)),
     "mp3": Fraction(1, 5),
@@ -212,8 +214,11 @@ class AudioReader:
             return None
         if not (by_time or self._is_steady()):
             return None
-        if (self._media.container.format.name, self._stream.codec_context.name) == ("ogg", "flac"):
+        form, codec = (self._media.container.format.name, self._stream.codec_context.name)
+        if (form, codec) == ("ogg", "flac"):
             return None  # FFmpeg counts the times of its last page back from the end, as if all its blocks were full
+        if codec.startswith("adpcm") or (form in ("wav", "w64") and not codec.startswith(_FOUND_IN_WAVES)):
+            return None  # it goes by the mean rate of bytes, a rounded one; and a decoder remembers the blocks before
         aim = int((self.start + Fraction(first - preroll, self.rate)) / self._base)
         try:
             self._media.container.seek(aim, stream=self._stream, backward=True)

@@ -415,7 +415,7 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
             keeps = form.alpha == "keep" and form.mode == "RGB" and form.container in ("pil", "fast")
             made = as_alpha_says(image, "white" if form.alpha == "keep" and not keeps else form.alpha)
             return made.copy() if keeps else made.convert(form.mode)
-        alpha = image if "A" in image.getbands() else image.convert("RGBA")
+        alpha = image if "A" in image.getbands() and image.mode != "LAB" else image.convert("RGBA")
         if alpha.getchannel("A").getextrema()[0] != 255:
             _say("transparent", part)
         if isinstance(image.info.get("transparency"), bytes):
@@ -519,7 +519,7 @@ _PRIMARIES = (bytes([1]), bytes([2]), bytes([5]), bytes([6]), bytes([7]))
 
 def _has_several(image: Image.Image, data: bytes | bytearray | memoryview) -> bool:
     """Return whether an opened image has several pages or frames; looking for those of TIFF and GIF would move it."""
-    if image.format in ("WEBP", "PNG"):
+    if image.format in ("WEBP", "PNG", "AVIF", "HEIF"):
         return getattr(image, "n_frames", 1) > 1
     if image.format in ("TIFF", "GIF"):
         with suppress(Exception), Image.open(io.BytesIO(data), formats=(image.format,)) as other:  # damaged further on

@@ -177,7 +177,16 @@ def test_values_that_pillow_cuts_are_said_once(kind, file_format, caplog):
     images_module._warned.clear()
 
 
-@pytest.mark.parametrize("file_format", ["TIFF", "GIF", "WEBP", "PNG"])
+def test_the_a_of_lab_is_no_transparency(caplog):
+    images_module._warned.clear()
+    images_module._warned.add(("colours", "jpg"))
+    data = encoded(picture(20, 10).convert("LAB"), "TIFF")
+    np.testing.assert_array_equal(decode(data, "rgb8"), pillow(data, "RGB"))
+    assert caplog.messages == []
+    images_module._warned.clear()
+
+
+@pytest.mark.parametrize("file_format", ["TIFF", "GIF", "WEBP", "PNG", "AVIF"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_first_of_several_pages_is_taken_and_said_once(file_format, count, caplog):
     images_module._warned.clear()
