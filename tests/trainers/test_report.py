@@ -320,6 +320,7 @@ def test_looks_at_the_shares_are_bounded_and_added_up(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", [joined], RunRecorder())
     (chart,) = (chart for name, chart in Read(tmp_path / "report.html").charts.items() if name.startswith("share"))
     assert [line["points"][0][0] for line in chart["lines"] if line["dashed"]] == [0, 50], "b joined the mix then"
+    assert "Joined the mix, whose shares are others since: b (at step 50)." in Read(tmp_path / "report.html").text
 
 
 class Validated(Model):

@@ -19,7 +19,7 @@ from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.core.storage import cannot_write
 from energon_bridge.tools.preview.pages import PageBlock, write_pages, write_run
 from energon_bridge.tools.preview.sample_source import DrawnSample, SampleSource
-from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, HighLoss, RankSummary, RunRecorder
+from energon_bridge.tools.report.recorder import MOST_SLOW, USUAL, Curve, DatasetRow, HighLoss, RankSummary, RunRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def write_report(
         "Learning rate": [_curve(recorder.rate, "learning rate")] if recorder.rate.points else [],
         "Waiting for data": [_curve(recorder.waiting, "share of each step spent waiting for data", percent=True)],
         "Balance of the ranks": _balance(ranks, recorder),
-        "Datasets: planned and delivered": _mix(ranks),
+        "Datasets: shares in the mix, and delivered": _mix(ranks),
         "Left out, by reason": _left_out(ranks),
         "Loading, by rank": _loading(ranks),
         "Slowest microbatches, and their samples": _slowest(ranks),
@@ -108,9 +108,25 @@ def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
         _mix_line(name, rows, total, hues.get(number))
         for number, (name, rows) in enumerate(zip(names, together, strict=True))
     ]
-    columns = ("dataset", "planned", "delivered", "", "samples", "epochs", "skipped", "failed", "excluded")
-    said = "Planned: what the mix says now, or, if its weights moved, what was drawn by them. Delivered: in all steps."
+    columns = ("dataset", "in the mix now", "delivered", "", "samples", "epochs", "skipped", "failed", "excluded")
+    said = (
+        "In the mix now: by the weights since the last change of the mix, or, if they moved, what was drawn by them. "
+        f"Delivered: in all steps.{_joined(ranks[0], names)}"
+    )
     return [_table(columns, lines, right=(1, 2, 4, 5, 6, 7, 8)), said, *_shares(ranks, names, hues)]
+
+
+def _joined(rank: RankSummary, names: Sequence[str]) -> str:
+    """Return a sentence on the datasets that joined later, each with the first step at which it was seen; or ""."""
+    begins = [_begin(row, rank.draws) for row in rank.datasets]
+    first = min(begins)
+    later = [f"{name} (at step {begin:,})" for name, begin in zip(names, begins, strict=True) if begin > first]
+    return f" Joined the mix, whose shares are others since: {', '.join(later)}." if later else ""
+
+
+def _begin(row: DatasetRow, looks: Sequence[tuple[int, Mapping[str, int]]]) -> int:
+    """Return the step of the first look at the draws at which a dataset was in the mix; 0 without looks."""
+    return next((step for step, draws in looks if row.identity in draws), looks[0][0] if looks else 0)
 
 
 def _mix_line(name: str, rows: Sequence[Any], total: int, hue: int | None) -> list[Any]:
@@ -159,12 +175,11 @@ def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[in
         ]
         lines.append(_line(points, names[number], hue))
         if row.planned is not None:
-            begin = next((step for step, draws in looks if row.identity in draws), looks[0][0])  # it joined then
-            ends = [(step, row.planned / 100) for step in (begin, looks[-1][0])]
-            lines.append(_line(ends, f"{names[number]}, planned", hue, dashed=True))
+            ends = [(step, row.planned / 100) for step in (_begin(row, looks), looks[-1][0])]
+            lines.append(_line(ends, f"{names[number]}, in the mix now", hue, dashed=True))
     return [
         _chart("share of the draws", lines, 0.0, 1.0, percent=True),
-        "Drawn over the run (dashed: planned), in the colours of the table.",
+        "Drawn over the run (dashed: in the mix now), in the colours of the table.",
     ]
 
 
