@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from energon_bridge.core.format.media import ImageMetadata
-from energon_bridge.core.storage import ByteRange
+from energon_bridge.core.storage import ByteRange, as_far
 
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
@@ -36,6 +36,7 @@ _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
 _WHOLE = {3: "H", 4: "I"}  # kinds of entries of EXIF that are whole numbers
 _READ = 256
+_READ_FAR = 1 << 12
 _FRAME_BYTES = 22  # of four colours
 _MOST_SEGMENTS = 32
 _NO_SCAN = b"\xff\xda\x00\x02"
@@ -84,16 +85,18 @@ def plain_jpeg(data: bytes) -> ImageMetadata | None:
 def frame_in(image: ByteRange) -> ImageMetadata | None:
     """Return what `plain_jpeg` says of an image in storage, reading what leads to its frame; None if it says nothing.
 
-    Segments that go on behind what was read (EXIF with a small picture, a profile) are jumped over.
+    Segments that go on behind what was read (EXIF with a small picture, a profile) are jumped over; where a request
+    costs more than some kilobytes, more is read behind them.
     """
     data = image.read(_READ)
+    length = _READ if as_far(image.store) is None else _READ_FAR
     at = 2
     for _ in range(_MOST_SEGMENTS):
         if not data.startswith(b"\xff\xd8\xff") or at + 4 > image.size:
             return None
         if at + _FRAME_BYTES > len(data):
             data = data.ljust(at, b"\0")
-            data += replace(image, offset=image.offset + len(data), size=image.size - len(data), head=b"").read(_READ)
+            data += replace(image, offset=image.offset + len(data), size=image.size - len(data), head=b"").read(length)
         marker, size = struct.unpack_from(">xBH", data, at)
         at += 2 + size
         if marker in _FRAMES:
