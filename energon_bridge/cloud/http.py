@@ -622,7 +622,7 @@ class Client:
                     attempt.again += 1
                     continue  # the server had closed the idle connection
                 unreached = server not in self._reached
-                what = "cannot connect" if unreached else "no answer"
+                what = f"cannot connect to {server.rpartition('@')[2]}" if unreached else "no answer"
                 raise _Busy(f"{what}: {_named(error)}", unreached=unreached) from error
 
 

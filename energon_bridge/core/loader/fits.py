@@ -181,6 +181,12 @@ def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
             "differently. Resume it with that import, or start about where it was: "
             "get_savable_loader(..., start_at=STEP) repeats some samples"
         )
+    if name in ("buckets", "bucket_batch_size"):
+        return SettingMismatchError(
+            f"the state was saved with {_of_buckets(name, then)}, this run has {_of_buckets(name, now)}: the order of "
+            "samples depends on it. Resume with the group_by, batch_size and bucket_batch_size of then, and columns "
+            "with the same values, or start a new run"
+        )
     if name == "pack_limits":
         return SettingMismatchError(
             f"the state was saved by an encoder whose packs hold at most {then}, and here it is {now}: the data is so "
@@ -193,6 +199,19 @@ def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
         f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r}{also} to resume, or "
         "start a new run"
     )
+
+
+def _of_buckets(name: str, recorded: Any) -> str:
+    """Return what a state records of buckets, a text for each or for each of its datasets, as users call it."""
+    if not isinstance(recorded, list):
+        return "no buckets (group_by)" if name == "buckets" else "no bucket_batch_size"
+    ones = list(dict.fromkeys(map(str, recorded)))
+    more = f" and {len(ones) - _SHOWN_BUCKETS:,} more" * (len(ones) > _SHOWN_BUCKETS)
+    what = "buckets (group_by) of so many rows a microbatch" if name == "buckets" else "bucket_batch_size"
+    return f"the {what}: {'; '.join(ones[:_SHOWN_BUCKETS])}{more}"
+
+
+_SHOWN_BUCKETS = 20
 
 
 def saved_day(saved: SavedRun) -> date | None:

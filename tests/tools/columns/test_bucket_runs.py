@@ -255,6 +255,9 @@ def test_states_keep_to_their_buckets_and_global_batch(data: Path) -> None:
     for other in (opened(data / "a", batch_size=5), opened(data / "a", group_by="width")):
         with pytest.raises((SettingMismatchError, EnergonError)):
             ranks_of(other)[0].restore_state_rank(state)
+    said = r"the buckets \(group_by\) of so many rows a microbatch: 384x640: \d.*Resume with the group_by, batch_size"
+    with pytest.raises(SettingMismatchError, match=said):
+        ranks_of(opened(data / "a", group_by="width"))[0].restore_state_rank(state)
     with pytest.raises(ConfigurationError, match="global batch"):
         ranks_of(dataset, group=4)[0].restore_state_rank(state)
     for group in (None, 3, 2):  # parts of a lap have one bucket, too
