@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from energon_bridge.core.errors import ConfigurationError, UnknownArgumentError, call_settings, did_you_mean
+from energon_bridge.core.format.documents import tabs_hint
 from energon_bridge.core.storage import write_file
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
 
@@ -106,13 +107,14 @@ def write_config(config: RunConfig, path: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        values = yaml.safe_load(text)
     except OSError as error:
         own = (file.relative_to(PACKAGE_CONFIGS.parent).as_posix() for file in PACKAGE_CONFIGS.rglob("*.yaml"))
         hint = did_you_mean(path.as_posix(), [*own])
         raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}.{hint}") from error
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigurationError(f"{path} is not valid YAML: {error}{tabs_hint(error, text)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -155,7 +155,12 @@ def test_lists_are_read_and_written(tmp_path: Path, text: str, parts: tuple[str,
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("- a", "must be a mapping of sections"), ("a: [", "not valid YAML"), (None, "cannot read")],
+    [
+        ("- a", "must be a mapping of sections"),
+        ("a: [", "not valid YAML"),
+        ("data:\n\tpath: x", "use spaces$"),
+        (None, "cannot read"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
     path = tmp_path / "config.yaml"

@@ -183,8 +183,18 @@ def _refusal(problem: str, event: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
+def tabs_hint(error: Exception, text: str) -> str:
+    """Return the sentence to add to an error of YAML if its line is indented with a tab, or ""."""
+    mark = getattr(error, "problem_mark", None)
+    lines = text.split("\n")
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    is_tab = "\t" in line[: len(line) - len(line.lstrip())]
+    return ". YAML takes no tabs to indent lines: use spaces" if is_tab else ""
+
+
 def parse_document(data: bytes, *, where: str) -> Any:
     """Parse YAML, or JSON if `where` ends in `.json`, to plain values; raises MetadataError naming `where`."""
+    text = ""
     try:
         text = data.decode("utf-8-sig")
         if where.endswith(".json"):
@@ -196,7 +206,7 @@ def parse_document(data: bytes, *, where: str) -> Any:
             finally:
                 parser.dispose()
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise MetadataError(f"{where}: cannot be parsed: {error}") from error
+        raise MetadataError(f"{where}: cannot be parsed: {error}{tabs_hint(error, text)}") from error
     if value is None:
         raise MetadataError(f"{where}: the file is empty. Write it again, for example with `energon prepare`.")
     return value

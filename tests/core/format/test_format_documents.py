@@ -75,6 +75,12 @@ def bomb(levels: int) -> bytes:
     return "\n".join(lines).encode()
 
 
+@pytest.mark.parametrize("text", ["a:\n\tb: 1\n", "a:\n  b:\n\t c: x\n", "a:\r\n\tb: 1\r\n"])
+def test_a_tab_that_indents_is_named(text: str) -> None:
+    with pytest.raises(MetadataError, match=r"^mix.yaml: cannot be parsed: (.|\n)*YAML takes no tabs .*: use spaces$"):
+        parse_document(text.encode(), where="mix.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
