@@ -32,7 +32,7 @@ from energon_bridge.core.loader.outstanding import Outstanding
 from energon_bridge.core.loader.ranks import agreed
 from energon_bridge.core.loader.run_plan import PACKING_BUFFERS, RunPlan
 from energon_bridge.core.loader.weights import no_weights, with_new_weights
-from energon_bridge.core.order.changes import Ban
+from energon_bridge.core.order.changes import Ban, LeafBans
 from energon_bridge.core.order.choose import BlendOfBuckets, blend_position
 from energon_bridge.core.order.topology import Ownership, first_microbatch, lane_units, microbatches_before, step_units
 from energon_bridge.core.stream.finite import FiniteStream, Listing, drawn_rows, listed_rows, listing_of_pass
@@ -302,9 +302,12 @@ class Position(ABC):
         out = None if self.out is None else self.out.restored(saved, [leaf["identity"] for leaf in self.plan.table])
         if (configured := self.plan.config.num_lanes) not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, configured)
-        bans = moved_bans(saved, data.leaves) if saved.bans else ()
-        banned = banned_of(saved, bans, data.leaves) if bans else {}
-        difference += newly_banned(saved, banned, data.leaves)
+        bans: tuple[Ban, ...] = ()
+        banned: dict[str, LeafBans] = {}
+        if saved.bans:
+            bans = moved_bans(saved, data.leaves)
+            banned = banned_of(saved, bans, data.leaves)
+            difference += newly_banned(saved, banned, data.leaves)
         if difference and difference != self._said:  # trainers may restore a state twice
             self._said = difference
             level = logging.INFO if self.plan.config.dp_rank else logging.WARNING  # of all ranks: said once
