@@ -41,8 +41,8 @@ from energon_bridge.core.format.media import (
     HEAD_BYTES,
     IMAGE_EXTENSIONS,
     MAX_PIXELS,
+    UNSURE,
     extension_by_head,
-    is_av_part,
     kind_by_head,
 )
 from energon_bridge.core.registry import load
@@ -229,7 +229,7 @@ class SampleDecoder:
         if isinstance(data, ByteRange):
             if self.keeps_unread(part_name):
                 kind = _kind_of(part_name)
-                if is_av_part(kind.extension, lambda: data.read(HEAD_BYTES)):
+                if kind.is_av or (kind.is_unsure and kind_by_head(data.read(HEAD_BYTES)) == "av"):
                     return self._av(data, part_name)
                 if kind.is_image and self._form is not None:
                     return _images().DeferredImage(data, self._form, part_name)
@@ -246,8 +246,8 @@ class SampleDecoder:
             if self.defer_images and not DELIVERING.get():
                 return _images().DeferredImage(bytes(raw), form, part_name)
             return _images().decode_image(raw, form, part=part_name)
-        head = bytes(raw[:HEAD_BYTES])
-        if is_av_part(kind.extension, lambda: head) or (self.guess_content and kind_by_head(head) == "av"):
+        looked = kind.is_unsure or self.guess_content
+        if kind.is_av or (looked and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(kind.extension)
         if self.read_pickles and kind.extension in _PICKLES:
@@ -255,7 +255,7 @@ class SampleDecoder:
         elif kind.extension in _ARRAYS:
             codec = load("decoder", "arrays").codec_of(kind.extension, self.max_part_bytes)
         if codec is None:
-            _say_if_media(kind.extension, part_name, head)
+            _say_if_media(kind.extension, part_name, raw)
         # A memoryview would keep the whole read alive.
         return bytes(raw) if codec is None else _run(kind.extension, codec, part_name, bytes(raw))
 
@@ -370,12 +370,12 @@ _CODECS: dict[str, Callable[[bytes], Any]] = {
 _looked_at: set[str] = set()
 
 
-def _say_if_media(extension: str, part_name: str, head: bytes) -> None:
+def _say_if_media(extension: str, part_name: str, raw: bytes | bytearray | memoryview) -> None:
     """Log, once for each extension, that a part that stays bytes begins as media do; its first part is looked at."""
     if extension in _looked_at:
         return
     _looked_at.add(extension)
-    if (found := extension_by_head(head)) is not None:
+    if (found := extension_by_head(bytes(raw[:HEAD_BYTES]))) is not None:
         logger.warning(
             "part %r begins as .%s does, and stays bytes, since its extension is not known as media: call it .%s, or "
             "decode with SampleDecoder(guess_content=True)",
@@ -386,11 +386,13 @@ def _say_if_media(extension: str, part_name: str, head: bytes) -> None:
 
 
 class _Kind(NamedTuple):
-    """How a part is decoded, by its name."""
+    """How a part is decoded, by its name; where that is unsure, its first bytes tell whether it is video or sound."""
 
     zipped: bool
     extension: str
     is_image: bool
+    is_av: bool
+    is_unsure: bool
 
 
 @lru_cache(maxsize=4096)  # the same few names for every sample
@@ -398,4 +400,6 @@ def _kind_of(part_name: str) -> _Kind:
     lower = part_name.lower()
     name = lower.removesuffix(".gz")
     extension = name.rpartition(".")[2]
-    return _Kind(name != lower, extension, extension in IMAGE_EXTENSIONS)
+    is_unsure = extension in UNSURE
+    is_av = extension in AV_EXTENSIONS and not is_unsure
+    return _Kind(name != lower, extension, extension in IMAGE_EXTENSIONS, is_av, is_unsure)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from types import MappingProxyType
@@ -235,11 +235,6 @@ def kind_by_head(head: bytes) -> MediaKind | None:
     """Return the kind of a file by its first bytes."""
     media_format = format_by_head(head)
     return None if media_format is None else media_format.kind
-
-
-def is_av_part(extension: str, head: Callable[[], bytes]) -> bool:
-    """Return whether a part is video or sound, by its extension in lower case and, where that is unsure, its head."""
-    return extension in AV_EXTENSIONS and (extension not in UNSURE or kind_by_head(head()) == "av")
 
 
 def extension_by_head(head: bytes) -> str | None:
