@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import re
+import socket
 import sys
 import threading
 import time
@@ -243,6 +244,16 @@ def test_redirects_are_followed(server: ObjectServer, tmp_path: Path) -> None:
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("energon_bridge.cloud.http._UNREACHED_TRIES", 1)
+    monkeypatch.setattr("energon_bridge.cloud.http._shared", PerProcess(_Shared))
+    with socket.socket() as held:  # a port at which nobody listens
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        with pytest.raises(StorageError, match=rf"cannot connect to 127\.0\.0\.1:{port}: ConnectionRefusedError"):
+            open_store(f"http://127.0.0.1:{port}/data").read_range("x", 0, 3)
 
 
 def test_what_is_refused_for_good_is_named_at_once(server: ObjectServer) -> None:
