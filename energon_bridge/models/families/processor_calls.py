@@ -228,6 +228,16 @@ def _frames(video: VideoFrames) -> Any:
 # Tokens that are known ------------------------------------------------------------------------------------------------
 
 
+class _Told(dict[str, Any]):
+    """Tokens that were told, in place of those that a tokenizer makes."""
+
+    def char_to_token(self, row: int, place: int) -> int:
+        """Return the place in the text: Idefics 3 takes lengths of media from it, and of these only types of tokens,
+        which samples have.
+        """
+        return place
+
+
 class Replay:
     """The tokenizer of a copy of a processor: of a text whose tokens are known, it returns these.
 
@@ -247,7 +257,7 @@ class Replay:
         said = ["".join(parts) for parts in zip(text, options.get("text_pair") or [""], strict=False)]
         if self._tokens is not None and said == [self._text]:  # a tensor is read far faster than a list
             is_tensor = options.get("return_tensors") == "pt"
-            return {"input_ids": self._tokens[None].clone() if is_tensor else [self._tokens.tolist()]}
+            return _Told(input_ids=self._tokens[None].clone() if is_tensor else [self._tokens.tolist()])
         made = self._tokenizer(text, **options)
         if self._text is None:
             (self._text,) = said
