@@ -1,4 +1,5 @@
-"""Warnings of settings that waste or spoil something: idle ranks or workers, small buffers and buckets, pixels."""
+"""Warnings of settings that waste or spoil something: idle ranks or workers, small buffers and buckets, pixels; and of
+microbatches of a pass that a training loop may not expect."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import logging
 from functools import cache
 from typing import Any
 
-from energon_bridge.core.loader.position import Position
+from energon_bridge.core.encoder.hooks import Hook, is_overridden
+from energon_bridge.core.loader.position import FinitePass, Position
 from energon_bridge.core.loader.run_data import epochs_by_leaf
 from energon_bridge.core.loader.run_plan import IN_BUFFERS
 from energon_bridge.core.samples.showing import counted
+from energon_bridge.core.stream.failures import FailureLog
 from energon_bridge.core.worker_config import available_cores
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,28 @@ def advise(position: Position) -> None:
     if config.num_workers > busy:  # no rank has more lanes than the first
         shared = counted(lanes, "lane"), counted(ranks, "rank")
         logger.warning("only %d of %d workers have a lane to load: %s, %s", busy, config.num_workers, *shared)
+
+
+def say_more_rows(position: FinitePass, found: int, failure_log: FailureLog) -> None:
+    """Warn once of a microbatch of a pass with more rows than its batch size, because a hook makes several of one."""
+    spec = position.plan.data
+    size = spec.rows
+    if found <= size or position.plan.config.dp_rank:
+        return
+    listing = position.listing
+    if listing is not None and listing.ends is not None:  # the encoder says how many rows a group has
+        return
+    encoder = spec.settings.task_encoder
+    hook = Hook.PACK if spec.listed else Hook.ENCODE if is_overridden(encoder, Hook.ENCODE) else Hook.PREENCODE
+    one = "pack" if spec.listed else "sample"
+    fit = max(1, size * size // found)
+    if failure_log.is_new("a pass", "more rows"):
+        logger.warning(
+            "%s of %s makes several rows of one %s: microbatches of a pass over %s are cut by %ss, so that all ranks "
+            "make as many steps, and have more rows than batch_size=%d (the first such one %d)%s",
+            *(hook.title, type(encoder).__name__, one, spec.leaves[0].dataset.path, one, size, found),
+            f". For about {fit * found // size}, set batch_size={fit}" if fit < size else "",
+        )
 
 
 def _say_scaled_twice(encoder: Any) -> None:

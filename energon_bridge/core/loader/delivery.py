@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, called
+from energon_bridge.core.loader.advice import say_more_rows
 from energon_bridge.core.loader.copies import Copies
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import AT_END, AT_EPOCH, check_rates, name_losses, name_shares
@@ -138,6 +139,8 @@ class Delivery:
             position.take(item)
             position.advance()
             position.counts.add(item.counts)
+            if isinstance(position, FinitePass):
+                say_more_rows(position, item.rows, self.spec.failure_log)
             if not position.ownership.even:
                 self.last = item.batch
             self._steps += 1

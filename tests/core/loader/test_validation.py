@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from engine import (
     InProcessLoader,
+    PackingEncoder,
     SeveralEncoder,
     SkippingEncoder,
     TensorEncoder,
@@ -193,6 +195,13 @@ def test_drop_last_leaves_out_what_is_not_full(data: Path, num_samples: int, row
         check_pass(steps, num_samples // rows * rows, rows, world_size)
 
 
+class MadeGroups(TensorEncoder):
+    """Batches four samples of a group."""
+
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
+        return len(sample.noise), 4
+
+
 @pytest.mark.parametrize("encoder", [SkippingEncoder, SeveralEncoder])
 def test_skipped_samples_shorten_their_batch_only(data: Path, encoder: Any) -> None:
     whole = one_pass(dataset_of(data, 60, batch_size=3, task_encoder=encoder()), 1, 0)
@@ -204,6 +213,60 @@ def test_skipped_samples_shorten_their_batch_only(data: Path, encoder: Any) -> N
             seen += numbers_of(batch)
     assert seen == sorted(seen)
     assert len(set(seen)) < 60
+
+
+class Threefold(TensorEncoder):
+    """Yields three samples for each."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        for _ in range(3):
+            yield super().encode_sample(sample)
+
+
+class ThreefoldPacks(PackingEncoder):
+    """Packs single samples, and makes three rows of each pack."""
+
+    encode_sample = TensorEncoder.encode_sample
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [[sample] for sample in samples]
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        for _ in range(3):
+            yield super().pack_selected_samples(samples)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "size", "said"),
+    [
+        (
+            Threefold,
+            4,
+            r"^encode_sample of Threefold makes .* one sample: .*batch_size=4 \(the first such one 12\)"
+            r"\. For about 3, set batch_size=1$",
+        ),
+        (Threefold, 1, r"batch_size=1 \(the first such one 3\)$"),
+        (
+            ThreefoldPacks,
+            6,
+            r"^pack_selected_samples of ThreefoldPacks .* one pack: .*batch_size=6 \(the first such one "
+            r"18\)\. For about 6, set batch_size=2$",
+        ),
+        (SeveralEncoder, 1, r"batch_size=1 \(the first such one \d\)$"),
+        (TensorEncoder, 4, None),
+        (MadeGroups, 1, None),
+    ],
+)
+def test_microbatches_larger_than_asked_for_are_said_once(
+    data: Path, caplog: pytest.LogCaptureFixture, encoder: Any, size: int, said: str | None
+) -> None:
+    packs = {"packing_buffer_size": 12} if encoder is ThreefoldPacks else {}
+    batch_size = None if encoder is MadeGroups else size
+    steps = one_pass(dataset_of(data, 24, batch_size=batch_size, task_encoder=encoder(), **packs), 2, 0)
+    rows = [len(batch["__valid__"]) for step in steps for batch in step]
+    assert max(rows) == (size if encoder is TensorEncoder else 4 if encoder is MadeGroups else 3 * size)
+    found = [record.message for record in caplog.records if "several rows" in record.message]
+    assert [bool(re.search(said, message)) for message in found] == [True] if said else not found
 
 
 class MostlySkipping(TensorEncoder):
