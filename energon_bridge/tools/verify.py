@@ -30,6 +30,7 @@ import torch
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import ConfigurationError, ResumeMismatchError
 from energon_bridge.core.loader.savable import SavableDataLoader
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -365,17 +366,16 @@ def _through_files(state: LoaderState, step: int) -> LoaderState:
 
 
 def _delivered(batch: Any) -> _Delivered:
-    valid = _meta(batch, "__valid__")
+    valid = meta_field(batch, "__valid__")
     masked = isinstance(valid, torch.Tensor) and not bool(valid.any())
     # The rows of a masked microbatch only give it a shape; which rows they are may differ.
     fields = fields_of({"__valid__": "masked"} if masked else batch)
     return _Delivered(
-        fields=fields, keys=_meta(batch, "__key__"), restore_key=_meta(batch, "__restore_key__"), masked=masked
+        fields=fields,
+        keys=meta_field(batch, "__key__"),
+        restore_key=meta_field(batch, "__restore_key__"),
+        masked=masked,
     )
-
-
-def _meta(batch: Any, name: str) -> Any:
-    return batch.get(name) if isinstance(batch, dict) else getattr(batch, name, None)
 
 
 # Fields as digests ----------------------------------------------------------------------------------------------------

@@ -7,12 +7,16 @@ import logging
 from functools import cache
 from typing import Any
 
+import torch
+
 from energon_bridge.core.encoder.hooks import Hook, is_overridden
 from energon_bridge.core.loader.position import FinitePass, Position
 from energon_bridge.core.loader.run_data import epochs_by_leaf
 from energon_bridge.core.loader.run_plan import IN_BUFFERS
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.samples.showing import counted
 from energon_bridge.core.stream.failures import FailureLog
+from energon_bridge.core.stream.state import LaneBatch
 from energon_bridge.core.worker_config import available_cores
 
 logger = logging.getLogger(__name__)
@@ -74,6 +78,31 @@ def say_more_rows(position: FinitePass, found: int, failure_log: FailureLog) -> 
             "make as many steps, and have more rows than batch_size=%d (the first such one %d)%s",
             *(hook.title, type(encoder).__name__, one, spec.leaves[0].dataset.path, one, size, found),
             f". For about {fit * found // size}, set batch_size={fit}" if fit < size else "",
+        )
+
+
+def say_masked(position: FinitePass, item: LaneBatch, failure_log: FailureLog) -> None:
+    """Warn once of a masked microbatch of a pass that a training loop may take for a real one.
+
+    Not of those whose loss mask is zero, nor of the copies that complete the last step of validation.
+    """
+    spec = position.plan.data
+    completes = not item.counts
+    carries = meta_field(item.batch, "__valid__") is not None
+    weighs_nothing = isinstance(meta_field(item.batch, "loss_mask"), torch.Tensor)
+    if carries and (weighs_nothing or (completes and not spec.shuffled)):
+        return
+    if failure_log.is_new("a pass", "masked"):
+        logger.warning(
+            "rank %d: a microbatch of the pass over %s %s. A copy of another one takes its place, so that all ranks "
+            "make as many steps: %s",
+            position.plan.config.dp_rank,
+            spec.leaves[0].dataset.path,
+            "does not exist on this rank" if completes else "has lost all its samples (skipped, failed or withdrawn)",
+            "its `__valid__` is false, and it must have no loss (a `loss_mask` would be zero)"
+            if carries
+            else f"`__valid__` would say so, but {type(item.batch).__name__} cannot carry it: return a Batch, "
+            "dataclass or dict from encode_batch",
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from energon_bridge.core.errors import ConfigurationError, ForkedLoaderError, called
-from energon_bridge.core.loader.advice import say_more_rows
+from energon_bridge.core.loader.advice import say_masked, say_more_rows
 from energon_bridge.core.loader.copies import Copies
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.metrics import AT_END, AT_EPOCH, check_rates, name_losses, name_shares
@@ -31,6 +31,7 @@ from energon_bridge.core.loader.position import EndlessRun, FinitePass, Position
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.core.registry import load
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.storage.forks import process_id
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.finite import mask_loss
@@ -141,6 +142,8 @@ class Delivery:
             position.counts.add(item.counts)
             if isinstance(position, FinitePass):
                 say_more_rows(position, item.rows, self.spec.failure_log)
+                if not item.rows and self.spec.settings.conventions.masks:
+                    say_masked(position, item, self.spec.failure_log)
             if not position.ownership.even:
                 self.last = item.batch
             self._steps += 1
@@ -395,7 +398,7 @@ class Iteration:
 
 def _valid_of(batch: Any, why: str, instead: str) -> Any:
     """Return the mask of a batch that is to be masked. Raises ConfigurationError if it carries none."""
-    valid = batch.get("__valid__") if isinstance(batch, dict) else getattr(batch, "__valid__", None)
+    valid = meta_field(batch, "__valid__")
     if valid is None:
         raise ConfigurationError(
             f"{why}, so some microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry "

@@ -421,6 +421,11 @@ def _column(samples: Sequence[Any], name: str) -> list[Any] | None:
     return column
 
 
+def meta_field(record: Any, name: str) -> Any:
+    """Return a field of a sample or batch of any type; None if it has none of that name."""
+    return record.get(name) if isinstance(record, dict) else getattr(record, name, None)
+
+
 def over_tensors(value: Any, change: Callable[[Any], Any], method: str) -> Any:
     """Return a copy of a value in which `change(entry)` replaces every entry, at any depth, that has a method.
 

@@ -20,6 +20,7 @@ import torch
 
 from energon_bridge.core.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.core.order.choose import PassDraws, Picks
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.stream.again import reencode
 from energon_bridge.core.stream.conventions import PassOrder
 from energon_bridge.core.stream.grouping import Groups
@@ -214,8 +215,8 @@ class FiniteStream:
 
 def mask_loss(batch: Any) -> None:
     """Set the `loss_mask` of a batch to zero, if it has one, and its `labels` to -100 if those not learned are that."""
-    names = ("loss_mask", "labels")
-    loss_mask, labels = map(batch.get, names) if isinstance(batch, dict) else (getattr(batch, n, None) for n in names)
+    loss_mask = meta_field(batch, "loss_mask")
+    labels = meta_field(batch, "labels")
     if isinstance(loss_mask, torch.Tensor):
         attach(batch, "loss_mask", torch.zeros_like(loss_mask))
         if isinstance(labels, torch.Tensor) and labels.shape == loss_mask.shape:

@@ -13,8 +13,9 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.samples.showing import counted
-from energon_bridge.tools.preview.texts import MOST_FIELDS, meta_field, shortened, shown_fields, title_of, value_text
+from energon_bridge.tools.preview.texts import MOST_FIELDS, shortened, shown_fields, title_of, value_text
 
 _MOST_ROWS = 8
 _MOST_TEXT = 60

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.samples.showing import counted, described
 
 _WIDTH = 120
@@ -53,11 +54,6 @@ def title_of(record: Any) -> str:
     except Exception:  # a hook may have put anything there, and what is shown in a debugger or a log must not raise
         real = len(keys)
     return f"batch of {len(keys)}" + (f", {real} of them valid" if real != len(keys) else "")
-
-
-def meta_field(record: Any, name: str) -> Any:
-    """Return a field of a sample or batch; None if it has none of that name."""
-    return record.get(name) if isinstance(record, dict) else getattr(record, name, None)
 
 
 def shown_fields(record: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:

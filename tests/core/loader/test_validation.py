@@ -294,6 +294,59 @@ def test_a_microbatch_without_samples_is_masked(data: Path) -> None:
     assert all(numbers_of(batch) in ([5], [6]) for batch in flat)
 
 
+class MostlyDicts(MostlySkipping):
+    """Makes plain batches."""
+
+    def batch(self, samples: list[Any]) -> Any:
+        return {"number": torch.cat([sample.number for sample in samples])}
+
+
+class MostlyWeighed(MostlyDicts):
+    """Makes batches with a loss mask."""
+
+    def encode_batch(self, batch: Any) -> Any:
+        return {"loss_mask": torch.ones(len(batch["number"]))}
+
+
+class MostlyTensors(MostlyDicts):
+    """Makes batches that carry no mask."""
+
+    def encode_batch(self, batch: Any) -> Any:
+        return batch["number"]
+
+
+LOST = r"rank 0: .* has lost all its samples .*"
+BEYOND = r"rank 1: .* does not exist on this rank\. .*"
+NO_LOSS = "its `__valid__` is false, and it must have no loss"
+
+
+@pytest.mark.parametrize(
+    ("encoder", "training", "said"),
+    [
+        (MostlyDicts(*range(9)), True, LOST + NO_LOSS),
+        (MostlyDicts(*range(9)), False, LOST + NO_LOSS),
+        (MostlyWeighed(*range(9)), True, None),
+        (MostlyTensors(*range(9)), True, f"{LOST} Tensor cannot carry it: return a Batch, dataclass or dict"),
+        (MostlyDicts(*range(MOST)), True, BEYOND + NO_LOSS),
+        (MostlyDicts(*range(MOST)), False, None),  # the end of validation, as everybody knows it
+        (MostlyTensors(*range(MOST)), False, f"{BEYOND} Tensor cannot carry it"),
+    ],
+)
+def test_masked_microbatches_are_said_once_where_a_loss_may_count_them(
+    data: Path, caplog: pytest.LogCaptureFixture, encoder: Any, training: bool, said: str | None
+) -> None:
+    whole = len(encoder.kept) == MOST
+    settings: dict[str, Any] = {"batch_size": 50 if whole else 5, "task_encoder": encoder}
+    settings["worker_config"] = config_of(1, 0)
+    kind = {"split_part": "val", "repeat": False} if training else {}
+    dataset = (get_train_dataset if training else get_val_dataset)(data, **settings, **kind)
+    steps = one_pass(dataset, 3 if whole else 1, 0)
+    # Four microbatches for three ranks; 40 microbatches, of which nine samples are in nine at most.
+    assert len(steps) == (2 if whole else 40)
+    found = [record.message for record in caplog.records if "takes its place" in record.message]
+    assert [bool(re.search(said, message)) for message in found] == [True] if said else not found
+
+
 @pytest.mark.parametrize("num_workers", [2])
 def test_a_split_that_is_skipped_whole_is_an_error(data: Path, num_workers: int) -> None:
     with pytest.raises(EmptyDatasetError, match="every one of the 12 samples of the split was skipped"):
