@@ -313,14 +313,19 @@ def names_only() -> Iterator[None]:
         _NAMES_ONLY.reset(token)
 
 
-def _never_called(*_: Any) -> Any:
+def never_called() -> Callable[..., Any] | None:
+    """Return what stands for a function of datasets that are opened for names only; None where they are read."""
+    return _never_called if _NAMES_ONLY.get() else None
+
+
+def _never_called(*_: Any, **__: Any) -> Any:
     raise AssertionError("a sample of a dataset that was opened for names only was read")
 
 
 def load_function(store: Store, reference: str, *, default_name: str, trust: bool) -> Callable[..., Any]:
     """Load `file.py:function` of `.nv-meta`; raises UntrustedCodeError without trust, MetadataError if missing."""
-    if _NAMES_ONLY.get():
-        return _never_called
+    if (instead := never_called()) is not None:
+        return instead
     file_name, _, function_name = reference.partition(":")
     rel = meta_path(file_name)
     where = store.url(rel)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from energon_bridge.core.errors import EnergonError, KeyIndexError, ShardMissingError
+from energon_bridge.core.format.dataset_config import names_only
 from energon_bridge.core.format.documents import read_document
 from energon_bridge.core.format.foreign import ForeignFormat, format_of_unprepared
 from energon_bridge.core.format.jsonl import is_jsonl, open_jsonl
@@ -30,12 +31,17 @@ from energon_bridge.models.conversations.parts import medium_by_name
 from energon_bridge.tools.columns.stored import Column, read_columns, read_numbers
 from energon_bridge.tools.convert.splits import SPLIT_ORDER
 
+if TYPE_CHECKING:
+    from energon_bridge.core.mix import Mix
+
 _MOST_COUNTED = 10_000_000
 """Samples up to which the parts are counted, which takes some seconds."""
 _MEDIA_NUMBERS = {
     "image": ("width", "height"),
     "av": ("video_duration", "video_fps", "video_width", "video_height", "audio_duration", "audio_sample_rate"),
 }
+JOINED = "joined"
+"""How the second and further datasets of a join are mixed."""
 _LASTS = {"audio_duration": "sound", "video_duration": "video"}
 
 
@@ -315,13 +321,15 @@ def _type_name(named: dict[str, Any]) -> str:
 class LeafSummary:
     """A dataset of a mix or of one of its joins; `mixed` is its weight or its repetitions.
 
-    `num_samples` counts the split part, before the subsets and filters of the mix.
+    `num_samples` counts the split part, before joins, subsets and filters; `in_mix` what the mix has after them: of a
+    join its rows, in the summary of its first dataset. It is None for the others, and if the mix cannot be opened.
     """
 
     path: str
     split_part: str
     mixed: str
     num_samples: int
+    in_mix: int | None
 
 
 def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafSummary]]]:
@@ -336,7 +344,8 @@ def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafS
     splits: dict[str, list[LeafSummary]] = {}
     for split in metadataset_splits(path):
         splits[split] = []
-        for leaf in load_mix(path, split_part=split).leaves:
+        mix = load_mix(path, split_part=split)
+        for leaf, in_mix in zip(mix.leaves, _counts_of(mix), strict=True):
             mixed = "" if leaf.weight is None else f"weight {float(leaf.weight):.4g}"
             if leaf.repetitions is not None:
                 mixed = f"{float(leaf.repetitions):g} times"
@@ -355,8 +364,21 @@ def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafS
                     LeafSummary(
                         path=ref.path,
                         split_part="" if ref.is_jsonl else ref.split_part,
-                        mixed=mixed if number == 0 else "joined",
+                        mixed=mixed if number == 0 else JOINED,
                         num_samples=summary.num_samples if ref.is_jsonl else counts.get(ref.split_part, 0),
+                        in_mix=in_mix if number == 0 else None,
                     )
                 )
     return list(datasets.values()), splits
+
+
+def _counts_of(mix: Mix) -> Sequence[int | None]:
+    """Return the samples of each leaf of a mix, as a run counts them; None if one cannot be opened."""
+    from energon_bridge.core.mix.leaves import open_leaves
+    from energon_bridge.core.mix.opener import DatasetOpener
+
+    try:
+        with names_only():
+            return [leaf.num_samples for leaf in open_leaves(mix, DatasetOpener(), shuffle_epochs=None)]
+    except EnergonError:  # what is wrong with a dataset stands in its own summary
+        return [None] * len(mix.leaves)

@@ -10,7 +10,7 @@ import click
 
 from energon_bridge.core.format.foreign import format_of_unprepared
 from energon_bridge.core.format.nvmeta import CHECKSUMS
-from energon_bridge.tools.check.dataset_summary import DatasetSummary, summarize_dataset
+from energon_bridge.tools.check.dataset_summary import JOINED, DatasetSummary, summarize_dataset
 from energon_bridge.tools.cli.output import count_of, format_bytes, print_json, print_table
 from energon_bridge.tools.cli.prepare_options import config_options
 
@@ -110,10 +110,20 @@ def _show_mix(path: str, *, as_json: bool) -> None:
         print_json({"path": path, "splits": plain, "datasets": [_plain(dataset) for dataset in datasets]})
         return
     for split, leaves in splits.items():
-        click.echo(f"{split}: {count_of(sum(leaf.num_samples for leaf in leaves), 'sample')}")
+        counts = [leaf.in_mix for leaf in leaves if leaf.mixed != JOINED]
+        total = "cannot be opened" if None in counts else count_of(sum(filter(None, counts)), "sample")
+        click.echo(f"{split}: {total}")
         print_table(
-            ("dataset", "as mixed", "samples"),
-            [(f"{leaf.path} {leaf.split_part}".rstrip(), leaf.mixed, f"{leaf.num_samples:,}") for leaf in leaves],
+            ("dataset", "as mixed", "samples", "in the mix"),
+            [
+                (
+                    f"{leaf.path} {leaf.split_part}".rstrip(),
+                    leaf.mixed,
+                    f"{leaf.num_samples:,}",
+                    "-" if leaf.in_mix is None else f"{leaf.in_mix:,}",
+                )
+                for leaf in leaves
+            ],
             left=2,
         )
     rows = [

@@ -17,6 +17,7 @@ import fsspec
 import pytest
 import yaml
 from commands import energon, output_of, refusal_of
+from keyed import KEYS, join, keyed_dataset, shards, write_mix
 from sources import picture
 from tar_builder import write_tar, write_texts
 
@@ -347,6 +348,34 @@ def test_info_shows_the_numbers(fixtures: Path):
         ["val", "6", "25.0%", "1", "0"],
     ):
         assert expected in words, output
+
+
+def test_info_of_a_mix_counts_what_runs_have(tmp_path: Path):
+    keyed_dataset(tmp_path / "a", train=shards(KEYS, 12, 8))
+    keyed_dataset(tmp_path / "b", train=shards(KEYS[5:], 15))
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n' * 7)
+    joiner = {"__module__": "theirs", "__function__": "joiner"}  # nobody imports it to count
+    blend = [
+        join({}, {"nonmatch": "skip"}, joiner=joiner, weight=1),
+        {"path": "./a", "subset": {"range": ["0%", "80%"]}, "weight": 2},
+        {"path": "./c.jsonl", "weight": 1},
+    ]
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend": blend})
+    output = output_of("info", mix)
+    assert output.startswith(f"train: {15 + 16 + 7} samples\n")
+    rows = [[cell.strip() for cell in line.split("│")] for line in output.splitlines()]
+    assert [cells[3:5] for cells in rows if cells[1:] and cells[1].startswith(str(tmp_path)) and len(cells) == 6] == [
+        ["20", "15"],
+        ["15", "-"],
+        ["20", "16"],
+        ["7", "7"],
+    ]
+    leaves = json.loads(output_of("info", mix, "--json"))["splits"]["train"]
+    assert [leaf["in_mix"] for leaf in leaves] == [15, None, 16, 7]
+    plan = json.loads(output_of("plan", mix, "--steps", 1, "--batch-size", 1, "--json"))
+    assert [leaf["num_samples"] for leaf in plan["leaves"]] == [15, 16, 7]
+    write_mix(mix, train={"blend": [*blend, {"path": "./a", "subset": {"range": [0, 0]}, "weight": 1}]})
+    assert output_of("info", mix).startswith("train: cannot be opened\n")
 
 
 def test_defect_15_info_works_for_crude_and_legacy_datasets(fixtures: Path):
