@@ -60,13 +60,14 @@ Cook = Callable[[CrudeSample], Any]
 def cooker_of(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> Cooker[Any] | None:
     """Return the cooker for the samples of a dataset; None if they are typed or the encoder has no cookers.
 
-    In a join, it cooks the samples that the joiner leaves crude (dicts, if one of the datasets is crude).
+    In a join, it cooks the samples that the joiner leaves crude (dicts, if one of the datasets is crude). A list without
+    a cooker is not the default `()`, but somebody's, who expects that samples are cooked.
 
     Raises:
         NoCookerError: None of the encoder's cookers takes them.
     """
     cookers = getattr(encoder, "cookers", ())
-    if not cookers or not dataset.is_crude:
+    if not dataset.is_crude or not (cookers or isinstance(cookers, list)):
         return None
     found = matching_cooker(cookers, dataset.subflavors)
     if found is None and not isinstance(dataset, JoinedDataset):
@@ -76,9 +77,14 @@ def cooker_of(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> Cooker[
 
 def _no_cooker(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> str:
     known = "; ".join(f"{one.name} for {dict(one.has_subflavors or {})}" for one in encoder.cookers)
+    there_are = (
+        f"There are: {known}. Give the dataset the subflavors of one of them, or add a cooker"
+        if known
+        else "Its list `cookers` is empty: add a cooker, or leave `cookers` out to get the samples as they are"
+    )
     return (
         f"{dataset.path}: no cooker of {type(encoder).__name__} takes its samples, whose subflavors are "
-        f"{dataset.subflavors}. There are: {known}. Give the dataset the subflavors of one of them, or add a cooker"
+        f"{dataset.subflavors}. {there_are}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from crude import CookingEncoder, LazyEncoder, crude_mix, prepared
-from engine import config_of, counts_of, digest, loaders_of, train_dataset
+from engine import config_of, counts_of, digest, loaders_of, text_dataset, train_dataset
 
 from energon_bridge import (
     AugmentTaskEncoder,
@@ -104,6 +104,19 @@ def test_a_dataset_that_no_cooker_takes_is_refused_when_it_is_opened(kind: str, 
     encoder = encoder_of(Cooker(cook, has_subflavors={"kind": "chat"}))
     with pytest.raises(NoCookerError, match=r"no cooker .* subflavors are \{\}.*cook for \{'kind': 'chat'\}"):
         train_dataset(path, task_encoder=encoder)
+
+
+def test_an_empty_list_of_cookers_takes_no_samples(tmp_path: Path) -> None:
+    crude, typed = lines(tmp_path), text_dataset(tmp_path / "typed", train=[2])
+
+    class Emptied(DefaultTaskEncoder):
+        cookers = []  # noqa: RUF012
+
+    with pytest.raises(NoCookerError, match=r"no cooker of Emptied .*`cookers` is empty: add a cooker, or leave"):
+        train_dataset(crude, task_encoder=Emptied())
+    with pytest.raises(NoCookerError, match="is empty"):
+        train_dataset(crude, task_encoder=AugmentTaskEncoder(Emptied()))
+    assert train_dataset(typed, task_encoder=Emptied()).num_samples == 2
 
 
 def test_a_state_names_the_mix_for_subflavors_that_it_lacks(tmp_path: Path) -> None:
