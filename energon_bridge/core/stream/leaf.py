@@ -60,8 +60,8 @@ Cook = Callable[[CrudeSample], Any]
 def cooker_of(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> Cooker[Any] | None:
     """Return the cooker for the samples of a dataset; None if they are typed or the encoder has no cookers.
 
-    In a join, it cooks the samples that the joiner leaves crude (dicts, if one of the datasets is crude). A list without
-    a cooker is not the default `()`, but somebody's, who expects that samples are cooked.
+    In a join, it cooks the samples that the joiner leaves crude (dicts, if one of the datasets is crude). An empty list
+    is not the default, `()`, but somebody's, who expects that samples are cooked.
 
     Raises:
         NoCookerError: None of the encoder's cookers takes them.

@@ -164,26 +164,31 @@ def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampl
     """Show the question with its choices on lines of their own, learn the right one.
 
     Raises:
-        SampleError: There are no choices, more than letters, or no right one among them.
+        SampleError: There is no list of choices, or one of more than letters, or no right one among them.
     """
-    choices = sample.choices or []
-    if sample.correct_choice_idx is None:
+    choices: Any = sample.choices or []  # a field map may give anything
+    right: Any = sample.correct_choice_idx
+    if isinstance(choices, str | Mapping):
+        raise SampleError(f"choices={choices!r:.80}: a question needs a list of its choices")
+    if right is None:
         raise SampleError(
             "a MultiChoiceVQASample does not say which choice is right: its dataset must give correct_choice_idx (the "
             "field_map of .nv-meta/dataset.yaml)"
         )
-    if not 0 <= sample.correct_choice_idx < len(choices) <= len(ascii_uppercase):
+    if not hasattr(right, "__index__"):
+        raise SampleError(f"correct_choice_idx={right!r:.80}: give the number of the right choice, counted from 0")
+    if not 0 <= right < len(choices) <= len(ascii_uppercase):
         raise SampleError(
-            f"correct_choice_idx={sample.correct_choice_idx} of {len(choices)} choices: a question needs 1 to "
-            f"{len(ascii_uppercase)} choices, including the correct one"
+            f"correct_choice_idx={right} of {len(choices)} choices: a question needs 1 to {len(ascii_uppercase)} "
+            "choices, including the correct one"
         )
     lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     question = "\n".join([sample.context, *lines])
     images = list_images(sample.image)
-    right = lines[sample.correct_choice_idx]
+    answer = lines[right]
     if _is_respelled(question, images, config):
-        return _as_chat(sample, question, right, images)
-    return Conversation(turns=_placed([(question, right)], images, config), images=images)
+        return _as_chat(sample, question, answer, images)
+    return Conversation(turns=_placed([(question, answer)], images, config), images=images)
 
 
 def encode_interleaved(sample: InterleavedSample, config: MultiModalSampleConfig) -> Document:

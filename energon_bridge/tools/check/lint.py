@@ -93,6 +93,8 @@ _REMEDIES = {
     "ShardMissingError": "Restore the file, or take its shard out of split.yaml.",
     "FieldAccessError": f"Correct `field_map` of dataset.yaml; to leave a sample out that lacks the part, {LEAVE_OUT}.",
     **dict.fromkeys(("ImportError", "MissingCodecError"), "Install the package that is named."),
+    "SampleError": f"Correct the sample in its source; to leave it out, {LEAVE_OUT}. If your own task encoder takes "
+    "it, name that with --encoder.",
     "MetadataError": "",  # it says what to do
 }
 
@@ -300,7 +302,7 @@ def lint_dataset(
     """Check every shard of a split part, or those of a task; yields one report per shard, in their order.
 
     Excluded samples are left out. With `deep` all parts are compared with their checksums, too. Without `conversations`
-    those of crude samples are not cooked, as for a task encoder that has cookers of its own.
+    nobody looks at what samples say, as for a task encoder that has cookers and hooks of its own.
     """
     check = partial(_check_shard, dataset, decode_whole, deep, conversations)
     shards = range(len(dataset.shard_names))
@@ -343,6 +345,7 @@ class _ShardCheck:
         cook = check_conversation if conversations else _leave
         sources = (SourceInfo(dataset.path, 0, dataset.shard_names[shard], ()),)
         self._cook = lambda sample: cook({**sample, "__sources__": sources})
+        self._learn = check_learned if conversations else _leave
         self._decode = decode
         self._shard = shard
         self._name = dataset.shard_names[shard]
@@ -447,7 +450,7 @@ class _ShardCheck:
                 self._cook({"__key__": row.key, **decoded})
             else:
                 fields = field_map_of(tuple(row.fields.items()))(decoded)
-                self._dataset.sample_type(__key__=row.key, **fields)
+                self._learn(self._dataset.sample_type(__key__=row.key, **fields))
                 self._raw += [row.key] * _has_raw(self._dataset.sample_type, fields)
         except Exception as error:  # a sample type may raise anything
             self.report(error, key=row.key)
@@ -467,6 +470,7 @@ class _ShardCheck:
                 self._cook(sample)
             else:
                 self._note_beside(key, decoded)
+                self._learn(sample)
             self._raw += [key] * _has_raw(dataset.sample_type, fields)
         except FieldAccessError as error:
             self.report(dataset.missing_field(decoded, parts) or error, key=key)
@@ -606,8 +610,22 @@ def _files_of(parts: Mapping[str, memoryview]) -> tuple[str, ...]:
     return tuple(str(name) for name in files) if isinstance(files, list) else ()
 
 
-def _leave(sample: Mapping[str, Any]) -> None:
-    """Leave a crude sample to the cookers of a task encoder."""
+def check_learned(sample: Any) -> None:
+    """Look whether a typed sample says what is to be learned, as training does.
+
+    Raises:
+        SampleError: Training skips it for that.
+    """
+    from energon_bridge.models.conversations.layout import MultiModalSampleConfig  # imports torch
+    from energon_bridge.models.conversations.sample_encoders import SAMPLE_ENCODERS
+
+    encode = SAMPLE_ENCODERS.get(type(sample))
+    if encode is not None:
+        encode(sample, MultiModalSampleConfig())
+
+
+def _leave(sample: Any) -> None:
+    """Leave a sample to a task encoder, which may have cookers of its own."""
 
 
 def _is_unopened(parts: Iterable[str]) -> bool:

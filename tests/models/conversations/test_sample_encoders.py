@@ -159,6 +159,10 @@ def test_images_stand_at_the_numbers_of_a_question(kind: Any) -> None:
         colours(build(), kind(__key__="k", image=images, context="<image 1>?", **said))
 
 
+def multiple_choice(choices: Any, right: Any) -> MultiChoiceVQASample:
+    return MultiChoiceVQASample(**VALUES, image=picture(), context="q", choices=choices, correct_choice_idx=right)
+
+
 @pytest.mark.parametrize(
     ("sample", "complaint"),
     [
@@ -174,6 +178,12 @@ def test_images_stand_at_the_numbers_of_a_question(kind: Any) -> None:
             MultiChoiceVQASample(**VALUES, image=picture(), context="q", choices=["x"], correct_choice_idx=1),
             "correct_choice_idx=1 of 1 choices",
         ),
+        (
+            multiple_choice(["x", "y"], "1"),
+            "correct_choice_idx='1': give the number of the right choice, counted from 0",
+        ),
+        (multiple_choice("x, y", 0), "choices='x, y': a question needs a list of its choices"),
+        (multiple_choice({"A": "x", "B": "y"}, 0), "a question needs a list of its choices"),
         (similarity(), "needs matched_text_indices or a similarity_matrix"),
         (similarity(matched_text_indices=[0, 1]), "3 images match texts"),
         (similarity(matched_text_indices=[0, 1, 2]), "there are 2 texts"),

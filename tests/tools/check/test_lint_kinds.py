@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from clips import write_video
 from commands import answer, energon, output_of, refusal_of
 from engine import text_dataset
 from keyed import ALL_TRAIN, CRUDE, TEXT, write_mix
+from multimodal import encoder as multimodal
 from PIL import Image
 from tar_builder import write_tar, write_texts
 
@@ -24,10 +26,13 @@ from energon_bridge import (
     Cooker,
     CrudeSample,
     DefaultTaskEncoder,
+    ErrorPolicy,
     TextSample,
     WorkerConfig,
     basic_sample_keys,
+    get_savable_loader,
     get_train_dataset,
+    get_val_dataset,
 )
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.format.dataset import read_prepared
@@ -38,7 +43,17 @@ from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.families.sound import sound_of
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.check.media import MediaFilter
+from energon_bridge.tools.check.quarantine import read_quarantine
 from energon_bridge.tools.columns.making import add_column, content_hash
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    return file.getvalue()
+
+
+PICTURE = png()
 
 
 def lint(*arguments: object) -> tuple[int, dict[str, Any]]:
@@ -104,6 +119,64 @@ def test_every_split_and_its_json(data: Path) -> None:
     )
     assert remedy in problem["remedy"]
     assert f"1 problem: {remedy}\nFailed: 1 problem in 12 samples.\n" in energon("lint", data).output
+
+
+ASKED: dict[str, tuple[str, dict[str, str], list[dict[str, Any]]]] = {
+    "choices": (
+        "MultiChoiceVQASample",
+        {"image": "png", "context": "json[q]", "choices": "json[c]", "correct_choice_idx": "json[a]"},
+        [
+            {"q": "Which?", "c": ["one", "two"], "a": 1},
+            {"q": "Which?", "c": ["one", "two"], "a": 99},
+            {"q": "Which?", "c": ["one", "two"], "a": -1},
+            {"q": "Which?", "c": ["one", "two"], "a": "1"},
+            {"q": "Which?", "c": ["one", "two"], "a": None},
+            {"q": "Which?", "c": None, "a": 0},
+            {"q": "Which?", "c": [], "a": 0},
+            {"q": "Which?", "c": "one, two", "a": 0},
+            {"q": "Which?", "c": ["two", "three"], "a": 0},
+        ],
+    ),
+    "answers": (
+        "VQASample",
+        {"image": "png", "context": "json[q]", "answers": "json[a]"},
+        [{"q": "Which?", "a": ["one"]}, {"q": "Which?", "a": None}, {"q": "Which?", "a": []}, {"q": ["1?"], "a": []}],
+    ),
+    "classes": (
+        "ImageClassificationSample",
+        {"image": "png", "label": "json[n]", "label_name": "json[name]"},
+        [{"n": 1, "name": None}, {"n": None, "name": "a"}, {"n": None, "name": None}],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_what_training_skips_of_typed_samples_is_named(tmp_path: Path, kind: str) -> None:
+    name, fields, contents = ASKED[kind]
+    root, mine = tmp_path / "data", f"{__name__}:DefaultTaskEncoder"
+    made = [(f"{n}.{part}", data) for n, one in enumerate(contents) for part, data in (("json", one), ("png", PICTURE))]
+    files = [(file, data if isinstance(data, bytes) else json.dumps(data).encode()) for file, data in made]
+    write_tar(root / "s.tar", files)
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=render_dataset_yaml(name, fields))
+    log = tmp_path / "skipped.jsonl"
+    spec = get_val_dataset(
+        root,
+        split_part="train",
+        batch_size=1,
+        task_encoder=multimodal(64),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        error_policy=ErrorPolicy(tolerance=0, quarantine=log),
+    )
+    with closing(get_savable_loader(spec)) as loader:
+        for _ in loader:
+            pass
+    names = {one.key: f"sample {one.key!r}: " for one in read_quarantine(log)}
+    skipped = {one.key: f"{one.error}: {one.message.removeprefix(names[one.key])}" for one in read_quarantine(log)}
+    code, report = lint(root)
+    assert (code, {one["key"]: one["message"] for one in report["problems"]}) == (1, skipped)
+    assert 0 < len(skipped) < len(contents)
+    assert all(one["message"].startswith("SampleError: ") for one in report["problems"])
+    assert lint(root, "--encoder", mine)[1]["problems"] == []  # which takes anything
 
 
 def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
@@ -534,7 +607,7 @@ def test_info_of_jsonl_and_mixes(data: Path, tmp_path: Path) -> None:
     blend = [{"path": "data", "weight": 3}, {"path": "x.jsonl", "weight": 1}]
     write_mix(mix, train={"blend": blend}, val={"path": "data", "split_part": "val"})
     found = answer("info", mix)
-    train = {"path": str(data), "split_part": "train", "mixed": "weight 0.75", "num_samples": 9}
+    train = {"path": str(data), "split_part": "train", "mixed": "weight 0.75", "num_samples": 9, "in_mix": 9}
     assert found["splits"]["train"][0] == train
     assert [leaf["num_samples"] for leaf in found["splits"]["train"] + found["splits"]["val"]] == [9, 8, 3]
     assert [one["path"] for one in found["datasets"]] == [str(data), str(lines)]
