@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine import text_dataset
 from forked import run_forked
 from made import made_once
 from paths import REPOSITORY, TESTS
@@ -256,6 +257,32 @@ def test_a_program_sees_its_own_arguments(as_module: bool, tmp_path: Path) -> No
 
     run_forked(1, child)
     assert (tmp_path / "out").read_text() == "__main__ 7 ['--a', 'b'] energon_bridge.core.encoder.task_encoder"
+
+
+def test_commands_trust_what_the_drop_in_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = text_dataset(tmp_path / "data", train=[3])
+    meta = data / ".nv-meta"
+    loader = "sample_type: {__module__: megatron.energon, __class__: TextSample}\nsample_loader: loader.py\n"
+    (meta / "dataset.yaml").write_text(loader)
+    (meta / "loader.py").write_text("def sample_loader(raw):\n    return {'text': raw['txt']}\n")
+
+    def run(*arguments: str) -> Any:
+        named = ["shown"] * arguments[-1].startswith("columns")
+
+        def child(rank: int) -> Any:
+            with pytest.raises(SystemExit) as ended:
+                main(
+                    [*arguments[:-1], "-m", "energon_bridge.tools.cli.main", *arguments[-1].split(), str(data), *named]
+                )
+            return ended.value.code
+
+        return run_forked(1, child)[0]
+
+    trust = "--trust-remote-code"
+    ends = [run("lint --no-progress"), run(trust, "lint --no-progress"), run(trust, "info")]
+    ends.append(run(trust, "columns add --of builtins:repr"))
+    out = capfd.readouterr()
+    assert (ends, "All 3 samples load" in out.out) == ([1, 0, 0, 0], True), out
 
 
 def test_refused_names_are_listed_with_what_takes_their_place(capsys: pytest.CaptureFixture[str]) -> None:
