@@ -36,8 +36,8 @@ from energon_bridge.core.errors import (
 )
 from energon_bridge.core.format.checksums import Checksums
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.metrics import dataset_names
 from energon_bridge.core.loader.position import OnMismatch
+from energon_bridge.core.loader.run_data import dataset_names
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.samples.sample import to_device
 from energon_bridge.core.samples.showing import counted, described

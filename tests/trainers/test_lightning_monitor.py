@@ -26,7 +26,7 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.loader.metrics import dataset_names
+from energon_bridge.core.loader.run_data import dataset_names
 from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.trainers.lightning import DataMonitor, EnergonProgressBar
 

@@ -106,6 +106,17 @@ def say_masked(position: FinitePass, item: LaneBatch, failure_log: FailureLog) -
         )
 
 
+def say_waiting(position: Position, start: int, failure_log: FailureLog) -> None:
+    """Say which samples come before those of new weights, that hold from global draw `start`; warn of them once."""
+    if waiting := position.waiting().total():
+        level = logging.WARNING if failure_log.is_new("set_weights", "waiting") else logging.INFO
+        message = (
+            "set_weights: from global draw %d on; %s that were drawn before wait in buffers of rank %d and come first: "
+            "packs or groups have the new weights once these have gone"
+        )
+        logger.log(level, message, start, counted(waiting, "sample"), position.plan.config.dp_rank)
+
+
 def _say_scaled_twice(encoder: Any) -> None:
     """Warn of a user's encoder that may call an image processor, which scales bytes, with images from 0 to 1."""
     form = getattr(encoder.decoder, "image_decode", None)

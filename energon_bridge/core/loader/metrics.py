@@ -11,41 +11,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from energon_bridge.core.errors import ErrorRateError
-from energon_bridge.core.format.join import JOIN_OF
 from energon_bridge.core.loader.pool import WorkerPool
 from energon_bridge.core.loader.position import Position
+from energon_bridge.core.loader.run_data import dataset_names
 from energon_bridge.core.loader.saved_run import State
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.failures import FailureLog
 from energon_bridge.core.stream.policy import ErrorPolicy
 from energon_bridge.core.stream.state import COLUMNS, COUNTERS, Counts, LaneBatch, LaneState
-
-
-def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
-    """Return a short, unique name for each dataset of a mix: the last folders of its path, as many as it takes.
-
-    If paths are equal, the split part is added, and then a number. A join is called as its primary.
-    """
-    paths = [path.removeprefix(JOIN_OF).split(" and ")[0] if path.startswith(JOIN_OF) else path for path in paths]
-    split = [[piece for piece in path.split("/") if piece] or [path] for path in paths]
-    names = list(paths)
-    for depth in range(1, max(map(len, split), default=0) + 1):
-        tails = ["/".join(pieces[-depth:]) for pieces in split]
-        shared = Counter(tails)
-        names = [
-            tail if name == path and (shared[tail] == 1 or depth >= len(pieces)) else name
-            for name, path, tail, pieces in zip(names, paths, tails, split, strict=True)
-        ]
-    both = Counter(zip(names, parts, strict=True))
-    shared = Counter(name for name, _ in both)
-    names = [f"{name}:{part}" if shared[name] > 1 else name for name, part in zip(names, parts, strict=True)]
-    shared = Counter(names)
-    seen = Counter[str]()
-    for number, name in enumerate(names):
-        seen[name] += 1
-        if shared[name] > 1:
-            names[number] = f"{name}#{seen[name]}"
-    return names
 
 
 def flat_metrics(

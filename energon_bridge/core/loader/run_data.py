@@ -5,6 +5,7 @@ It is a description: it holds no open file and no thread, and is the same on eve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,7 +15,7 @@ from typing import Any, Self
 from energon_bridge.core.encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.core.encoder.hooks import Hook, is_overridden
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.core.format.join import JoinedDataset
+from energon_bridge.core.format.join import JOIN_OF, JoinedDataset
 from energon_bridge.core.format.marks import marks_of
 from energon_bridge.core.mix import Mix
 from energon_bridge.core.mix.leaves import OpenLeaf
@@ -233,3 +234,30 @@ def epochs_by_leaf(data: RunData) -> list[tuple[Fraction, OpenLeaf]]:
     total = sum(shares)
     each = zip(shares, data.ordered, strict=True)
     return [(leaf.num_samples * total / share, leaf) for share, leaf in each if share]
+
+
+def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
+    """Return a short, unique name for each dataset of a mix: the last folders of its path, as many as it takes.
+
+    If paths are equal, the split part is added, and then a number. A join is called as its primary.
+    """
+    paths = [path.removeprefix(JOIN_OF).split(" and ")[0] if path.startswith(JOIN_OF) else path for path in paths]
+    split = [[piece for piece in path.split("/") if piece] or [path] for path in paths]
+    names = list(paths)
+    for depth in range(1, max(map(len, split), default=0) + 1):
+        tails = ["/".join(pieces[-depth:]) for pieces in split]
+        shared = Counter(tails)
+        names = [
+            tail if name == path and (shared[tail] == 1 or depth >= len(pieces)) else name
+            for name, path, tail, pieces in zip(names, paths, tails, split, strict=True)
+        ]
+    both = Counter(zip(names, parts, strict=True))
+    shared = Counter(name for name, _ in both)
+    names = [f"{name}:{part}" if shared[name] > 1 else name for name, part in zip(names, parts, strict=True)]
+    shared = Counter(names)
+    seen = Counter[str]()
+    for number, name in enumerate(names):
+        seen[name] += 1
+        if shared[name] > 1:
+            names[number] = f"{name}#{seen[name]}"
+    return names

@@ -17,7 +17,7 @@ import torch.utils.data
 
 from energon_bridge.core.errors import ConfigurationError, WrongUseError, check_choice, check_number
 from energon_bridge.core.loader import saved_run
-from energon_bridge.core.loader.advice import advise
+from energon_bridge.core.loader.advice import advise, say_waiting
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.delivery import Delivery, Iteration
 from energon_bridge.core.loader.fits import read_all
@@ -275,7 +275,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         """Change the weights of a blend while it runs; the change is part of the state. All ranks must call it alike.
 
         Args:
-            weights: A weight (a number or a `WeightSchedule`) for each dataset, by path, or a list in order of the mix.
+            weights: A weight (a number or a `WeightSchedule`) for each dataset, by its name in `metrics()` or its path
+                (of a join, the name of its first dataset), or a list in order of the mix.
             from_draw: Global draw from which they hold, until a later change that was set before; default: the first
                 one that no rank has made. What was drawn for packs and groups counts as made; how far that goes
                 depends on the microbatches delivered, and not on stops.
@@ -288,6 +289,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         """
         start = self._position.set_weights(weights, from_draw)
         self._delivery.stop()  # batches made ahead used the old weights
+        say_waiting(self._position, start, self.spec.failure_log)
         return start
 
     def ban(

@@ -9,9 +9,10 @@ import torch
 
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.ranks import agreed
-from energon_bridge.core.loader.run_data import RunData
+from energon_bridge.core.loader.run_data import RunData, dataset_names
 from energon_bridge.core.loader.run_plan import RunPlan
 from energon_bridge.core.mix import parse_weight
+from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.mix.weights import GivenWeights
 
 
@@ -56,18 +57,27 @@ def with_new_weights(
 
 
 def _by_identity(data: RunData, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
-    """Return weights given by path or in mix order, in the order of the leaves' identities."""
+    """Return weights given by name, by path or in mix order, in the order of the leaves' identities."""
     leaves = data.leaves
     if isinstance(weights, Mapping):
-        paths = [leaf.dataset.path for leaf in leaves]
-        if len(set(paths)) != len(paths) or set(weights) != set(paths):
-            wrong = sorted(set(weights) ^ set(paths)) or [path for path in paths if paths.count(path) > 1]
-            raise ConfigurationError(
-                f"set_weights needs one weight for each of the {len(paths)} paths of the mix; missing, unknown "
-                f"or repeated: {', '.join(wrong[:3])}. If a dataset is in the mix twice, pass a list in mix order"
-            )
-        weights = [weights[path] for path in paths]
+        weights = _in_mix_order(leaves, weights)
     if len(weights) != len(leaves):
         raise ConfigurationError(f"set_weights got {len(weights)} weights for a mix of {len(leaves)} datasets")
     by_identity = {leaf.identity: weight for leaf, weight in zip(leaves, weights, strict=True)}
     return [by_identity[leaf.identity] for leaf in data.ordered]
+
+
+def _in_mix_order(leaves: Sequence[OpenLeaf], weights: Mapping[str, Any]) -> list[Any]:
+    """Return weights in the order of the mix, given by the names of its datasets in metrics, or by their paths."""
+    paths = [leaf.dataset.path for leaf in leaves]
+    names = dataset_names(paths, [leaf.dataset.split_part for leaf in leaves])
+    keys = [{name, path} & set(weights) for name, path in zip(names, paths, strict=True)]
+    wrong = sorted(set(weights) - {*names, *paths}) + [path for path in weights if paths.count(path) > 1]
+    wrong += [path for path, found in zip(paths, keys, strict=True) if len(found) != 1]
+    if wrong:
+        raise ConfigurationError(
+            f"set_weights needs one weight for each of the {len(leaves)} datasets of the mix, by its name "
+            f"({', '.join(names)}) or its path, or a list in mix order; missing, unknown or repeated: "
+            f"{', '.join(wrong[:3])}"
+        )
+    return [weights[key] for (key,) in keys]

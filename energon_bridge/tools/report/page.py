@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.metrics import dataset_names
+from energon_bridge.core.loader.run_data import dataset_names
 from energon_bridge.core.storage import cannot_write
 from energon_bridge.tools.preview.pages import PageBlock, write_pages, write_run
 from energon_bridge.tools.preview.sample_source import DrawnSample, SampleSource

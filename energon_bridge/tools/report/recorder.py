@@ -25,7 +25,7 @@ from torch import Tensor
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
-from energon_bridge.core.loader.metrics import dataset_names
+from energon_bridge.core.loader.run_data import dataset_names
 from energon_bridge.core.loader.saved_run import State, read
 from energon_bridge.core.stream.failures import FailureKind
 from energon_bridge.core.stream.state import COUNTERS, BatchKey, SampleKey, read_key

@@ -11,11 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import ENCODERS, NEEDED, SeveralEncoder, TensorEncoder, deliver, digest, loaders_of, text_dataset
+from engine import (
+    ENCODERS,
+    NEEDED,
+    PackingEncoder,
+    SeveralEncoder,
+    TensorEncoder,
+    deliver,
+    digest,
+    loaders_of,
+    text_dataset,
+)
+from keyed import BOTH, KEYS, keyed_dataset
 from made import made_once
 from mixing import metadataset, mix_data, mixed
 
-from energon_bridge import EnergonMultiModalDataModule, WeightSchedule, get_savable_loader
+from energon_bridge import DefaultTaskEncoder, EnergonMultiModalDataModule, WeightSchedule, get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, DatasetMismatchError
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.savable import SavableDataLoader
@@ -86,6 +97,52 @@ def test_set_weights_goes_on_from_what_was_delivered(data: Path) -> None:
     whole = by_leaf(loaders_of(dataset, 1, 0), 350)
     for name in ("a", "b"):
         follows(per_lane(before[name]), per_lane(after[name]), per_lane(whole[name]))
+
+
+def test_set_weights_takes_names_where_they_are_unique(tmp_path: Path) -> None:
+    for name in "abc":
+        keyed_dataset(tmp_path / name, train=[KEYS])
+    join = {"join": [{"path": "./c"}, {"path": "./a"}], "joiner": BOTH, "weight": 1}
+    blend = [{"path": "./a", "weight": 1}, {"path": "./b", "weight": 1}, join]
+    dataset = mixed(tmp_path, metadataset(tmp_path, train={"blend": blend}), DefaultTaskEncoder())
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    found = []
+    for keys in ((), ("a", "b", "c"), (a, "b", "c"), ("a", b, f"join of {c} and {a}")):
+        (loader,) = loaders_of(dataset, 1, 0)
+        loader.set_weights(dict(zip(keys, (0, 1, 3), strict=True)) if keys else [0, 1, 3])
+        found.append([batch.__restore_key__ for batch in islice(loader, 20)])
+    assert all(one == found[0] for one in found)
+
+
+def test_names_that_set_weights_takes_are_said(data: Path) -> None:
+    (loader,) = loaders_of(mixed(data, [(data / "a", 1), (data / "b", 1), (data / "a", 1)]), 1, 0)
+    names = [name.removeprefix("samples/") for name in loader.metrics() if name.startswith("samples/")]
+    first, second = (name for name in names if name != "b")
+    loader.set_weights({first: 1, "b": 2, second: 3})
+    a = str(data / "a")
+    for wrong in ({"a": 1, "b": 2}, {a: 1, "b": 2}, {first: 1, "b": 2}, {first: 1, a: 1, "b": 2, second: 3}):
+        with pytest.raises(ConfigurationError, match="the 3 datasets of the mix, by its name") as error:
+            loader.set_weights(wrong)
+        assert all(name in str(error.value) for name in names)
+
+
+def test_set_weights_says_what_waits_in_pack_buffers(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = mixed(data, [(data / "a", 1), (data / "b", 1)], PackingEncoder(), packing_buffer_size=11)
+    (loader,) = loaders_of(dataset, 1, 0, num_lanes=1)
+    for _ in islice(loader, 12):
+        pass
+    numbers = loader.metrics()
+    waiting = int(numbers["draws"] - numbers["samples"] - numbers["skipped"] - numbers["errors"])
+    assert waiting > 1
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            loader.set_weights([0, 1])
+    found = [record for record in caplog.records if "set_weights" in record.message]
+    assert [record.levelname for record in found] == ["WARNING", "INFO"]
+    assert f"; {waiting} samples that were drawn before wait in buffers of rank 0 and come first" in found[0].message
+    caplog.clear()
+    loaders_of(mixed(data, [(data / "a", 1), (data / "b", 1)]), 1, 0)[0].set_weights([0, 1])
+    assert "wait in buffers" not in caplog.text
 
 
 def test_set_weights_refuses_what_cannot_be(data: Path) -> None:
