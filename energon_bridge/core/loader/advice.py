@@ -157,7 +157,7 @@ def _say_small(path: str, samples: int, draws: int, lanes: int, buffers: int, si
     """Warn once of buffers that together hold much of an epoch of a dataset, in which the run draws `draws` samples."""
     epoch = f"the {counted(draws, 'sample')} in an epoch of it"
     if mixed:
-        epoch = f"the {counted(draws, 'sample')} that the mix draws while it goes once through its {samples:,}"
+        epoch = f"the {counted(draws, 'sample')} that the mix draws in an epoch of it ({samples:,} of them its own)"
     consequence = (
         f"So the lanes share {counted(buffers, 'buffer')}, and a process encodes all samples of its lanes' buffers: "
         f"with more than {counted(buffers, 'process', 'processes')}, some do the same work"
@@ -167,10 +167,11 @@ def _say_small(path: str, samples: int, draws: int, lanes: int, buffers: int, si
         else "Packs are filled from small parts of an epoch, and in a mix samples of later epochs come early"
     )
     logger.warning(
-        "%s is small for packing: %d lanes with packing_buffer_size=%d hold more than an eighth of %s. %s. "
+        "%s is small for packing: buffers of %d lanes (packing_buffer_size=%d) would hold %s samples at a time, more "
+        "than an eighth of %s. %s. "
         "Fewer lanes (num_lanes of WorkerConfig or the data module, at least one for each rank) or a smaller buffer "
         "avoid it",
-        *(path, lanes, size, epoch, consequence),
+        *(path, lanes, size, f"{lanes * size:,}", epoch, consequence),
     )
 
 

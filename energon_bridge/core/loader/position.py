@@ -369,9 +369,16 @@ class Position(ABC):
                 taken=0,
                 leaf_draws=draws,
                 origin=draw if relative else 0,
-                held=_renumbered(state.held, kept, f"rank {self.plan.config.dp_rank}, lane {number}"),
+                held=_renumbered(state.held, kept),
                 batches_taken=0,
                 sums=(),  # by amounts, lanes begin anew with the new mix
+            )
+        left = [len(lanes[lane].held.members) - len(state.held.members) for lane, state in self.lanes.items()]
+        if dropped := sum(left):
+            logger.warning(
+                "rank %d: dropping %d samples that waited for a pack or batch in %d of its lanes: their datasets left "
+                "the mix",
+                *(self.plan.config.dp_rank, dropped, len(left) - left.count(0)),
             )
         nothing = dict.fromkeys(COUNTERS, 0)
         # The last of `COLUMNS` is of this loader alone.
@@ -380,19 +387,14 @@ class Position(ABC):
         self._parked = [saved[old] | {"parked": True} | ({} if counts else {"counts": nothing}) for old in gone]
 
 
-def _renumbered(held: BufferedRefs, kept: Sequence[int | None], where: str) -> BufferedRefs:
+def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
     """Return the waiting rows with the leaves' new numbers, without samples of removed leaves."""
     number = {old: new for new, old in enumerate(kept) if old is not None}
     rows = []
-    dropped = 0
     for stage, refs, extra in held.entries():
         stay = [ref._replace(leaf=number[ref.leaf]) for ref in refs if ref.leaf in number]
-        dropped += len(refs) - len(stay)
         if stay:
             rows.append((stage, stay, extra))
-    if dropped:
-        why = "their datasets left the mix"
-        logger.warning("%s: dropping %d samples that waited for a pack or batch: %s", where, dropped, why)
     return BufferedRefs.of(rows)
 
 

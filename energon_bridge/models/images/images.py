@@ -466,7 +466,7 @@ _NEWS = {
     "black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
     "turned": "are turned by their EXIF or XMP orientation, which is not applied; viewers apply it, and so does "
     "transformers to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, "
-    "ChatConfig or MultiModalTaskEncoder (data.autorotate=true in the training script)",
+    "ChatConfig or MultiModalTaskEncoder (data.autorotate=true in the training script). `energon lint` names them",
     "colours": "have a colour profile, a gamma or a transfer of their own (Adobe RGB, Display P3, HDR), which is not "
     "applied, nor is it by transformers: the model sees their numbers as if they were sRGB. If that matters, convert "
     "them to sRGB before training",

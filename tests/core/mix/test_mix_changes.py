@@ -244,6 +244,26 @@ def test_adapting_continues_what_stays_starts_what_is_new_and_parks_what_is_gone
     }
 
 
+def test_samples_that_wait_and_whose_dataset_leaves_are_counted_in_one_line(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"encoder": PackingEncoder(), "packing_buffer_size": 3}
+    (loader,) = loaders_of(mixed(data, [(data / "a", 1), (data / "b", 1)], **settings), 1, 0, num_lanes=4)
+    for _ in islice(loader, 12):
+        pass
+    state = loader.save_state_rank()
+    (gone,) = (number for number, row in enumerate(read_leaves(state)) if row["path"].endswith("/b"))
+    waiting = [lane.held.members[:, 0].tolist().count(gone) for lane in read_lanes(state).values()]
+    lanes = len(waiting) - waiting.count(0)
+    assert lanes > 1
+    (resumed,) = loaders_of(mixed(data, [(data / "a", 1), (data / "c", 1)], **settings), 1, 0, num_lanes=4)
+    resumed.restore_state_rank(state, on_mismatch="adapt")
+    assert [message for message in caplog.messages if "dropping" in message] == [
+        f"rank 0: dropping {sum(waiting)} samples that waited for a pack or batch in {lanes} of its lanes: their "
+        "datasets left the mix"
+    ]
+
+
 def test_adapting_to_the_same_mix_changes_nothing(data: Path) -> None:
     dataset = mixed(data, MIXES["weights"])
     expected = deliver(loaders_of(dataset, 1, 0), 60).digests

@@ -324,8 +324,8 @@ def test_buffers_of_more_than_an_eighth_of_an_epoch_are_named(
     data = text_dataset(tmp_path / "text", train=[1000, 536], val=[1])  # 8 * 24 lanes * 8 samples
     for _ in range(2):
         get_savable_loader(train_dataset(data, task_encoder=Pairs(), packing_buffer_size=buffer))
-    said = f"{data} is small for packing: 24 lanes with packing_buffer_size={buffer} hold more than an eighth of "
-    said += "the 1,536 samples in an epoch of it. "
+    said = f"{data} is small for packing: buffers of 24 lanes (packing_buffer_size={buffer}) would hold {24 * buffer} "
+    said += "samples at a time, more than an eighth of the 1,536 samples in an epoch of it. "
     found = [message for message in caplog.messages if "packing_buffer_size" in message]
     assert [message.startswith(said) and "num_lanes" in message for message in found] == [True] * named
 
@@ -343,6 +343,6 @@ def test_a_small_dataset_of_a_mix_whose_later_epochs_come_early_is_named(
     get_savable_loader(train_dataset(mix, task_encoder=Pairs(), packing_buffer_size=12))
     (said,) = [message for message in caplog.messages if "is small for packing" in message]
     assert f"{small} is small" in said
-    assert f"the {2 * samples:,} samples that the mix draws while it goes once through its {samples:,}. " in said
+    assert f"the {2 * samples:,} samples that the mix draws in an epoch of it ({samples:,} of them its own). " in said
     assert ("share 1 buffer," in said) == early
     assert ("samples of later epochs still come early" in said) == early
