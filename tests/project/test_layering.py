@@ -45,7 +45,7 @@ LAYERS = (
 BUDGETS = {
     "core": 17_600,
     "cloud": 3_450,
-    "models": 12_000,
+    "models": 12_060,
     "trainers": 4_750,
     "tools": 15_000,
     "compat": 2_560,

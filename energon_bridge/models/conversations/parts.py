@@ -69,7 +69,14 @@ def is_against_names(names: Sequence[str]) -> bool:
 _ORDERS = (
     *(("before", "after"), ("pre", "post"), ("initial", "final"), ("start", "end"), ("begin", "end"), ("old", "new")),
     *(("previous", "current", "next"), ("prev", "current", "next"), ("past", "present", "future"), ("top", "bottom")),
-    *(("earlier", "later"), ("upper", "lower"), ("beginning", "middle", "end"), ("start", "middle", "end")),
+    *(
+        ("earlier", "later"),
+        ("front", "back"),
+        ("front", "rear"),
+        ("upper", "lower"),
+        ("beginning", "middle", "end"),
+        ("start", "middle", "end"),
+    ),
     ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"),
     ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
 )

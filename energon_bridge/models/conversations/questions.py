@@ -700,7 +700,8 @@ def not_said(entry: Mapping[str, Any], said: Sequence[Any]) -> list[str]:
     """
     names = _named(tuple(entry))
     heard = [name for name in names.unknown if _OF_SOUNDS.fullmatch(name.lower())]
-    if not (names.contexts or names.choices or names.series or heard):
+    timed = {name: said_in for name in entry if name not in heard and (said_in := _timed_texts(entry[name]))}
+    if not (names.contexts or names.choices or names.series or heard or timed):
         return []
     texts = {name: [one for one in texts_in(entry[name]) if not _is_id(one)] for name in names.contexts}
     lists = [{name: entry[name]} for name in names.choices if not _are_settings(entry[name])]
@@ -709,7 +710,19 @@ def not_said(entry: Mapping[str, Any], said: Sequence[Any]) -> list[str]:
     whole = "\n".join(text for one in said for text in texts_in(one))
     lost = [name for name, of in texts.items() if not all(text in whole for text in of)]
     words = _spoken(whole)
-    return [*lost, *(name for name in heard if not _are_in(words, entry[name]))]
+    timed_lost = (name for name, of in timed.items() if not _are_in(words, of))
+    return [*lost, *(name for name in heard if not _are_in(words, entry[name])), *timed_lost]
+
+
+def _timed_texts(value: Any) -> list[str]:
+    """Return what is said in a sound, by its list of sentences or words with their times (Whisper, WhisperX)."""
+    ones = value if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping) else ()
+    if not ones or "role" in ones[0] or _TIMES.isdisjoint(ones[0]):
+        return []
+    return [text for one in ones for key in ("text", "word") if isinstance(text := one.get(key), str)]
+
+
+_TIMES = frozenset(("start", "begin", "start_time", "begin_time", "timestamp", "offset", "start_ms"))
 
 
 def _are_in(words: str, value: Any) -> bool:

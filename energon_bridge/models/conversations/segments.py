@@ -283,7 +283,7 @@ def entry_segments(
 
 def _of_turns(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the keys of the turns of an entry, with their values."""
-    for name in ("messages", "conversations", "conversation"):
+    for name in ("messages", "conversations", "conversation", "texts", "qa_pairs", "qas", "qa"):
         turns = entry.get(name)
         for turn in turns if isinstance(turns, list | tuple) else ():
             yield from turn.items() if isinstance(turn, Mapping) else ()

@@ -49,7 +49,7 @@ from energon_bridge.models.conversations.turns import (
     role_name,
     without,
 )
-from energon_bridge.models.conversations.withheld import is_rejecting, learned_if
+from energon_bridge.models.conversations.withheld import is_rejecting, learned_if, may_be_unlearned
 
 _THOUGHTS = re.compile(
     r"think|(inner_)?thoughts?|cot|chain_of_thought|scratchpad|(inner_)?monologue|analysis|rationale|deliberation"
@@ -220,13 +220,19 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
                     f"the {kind}s in the order of their places"
                 )
             counts[kind] += 1
-        if turn.keys() <= _OWN_KEYS:
+        if turn.keys() <= _OWN_KEYS and len(turn) == 2:
             continue
+        _check_one_meaning(turn)
         if marked := next((key for key in turn if _is_judged_wrong(key, turn[key])), None):
             raise SampleError(
                 f"a turn of {name!r} has {marked}={turn[marked]!r}, and was rejected: take the turn out, or the key"
             )
         if role == "assistant":
+            if aside := next((key for key in turn if may_be_unlearned(key, turn[key])), None):
+                raise SampleError(
+                    f"an answer has {aside}={turn[aside]!r}, and may be none to be learned: write weight: 0 into "
+                    "answers that are not, or leave the key out"
+                )
             _check_reasoning(turn)
             continue
         places = _counted([turn])[0]
@@ -243,11 +249,59 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
         numbers = [number for turn in turns if type(number := turn.get(key)) is int]
         if len(numbers) == len(turns) and numbers != sorted(numbers):
             raise SampleError(f"the turns are not in their order, which `{key}` says ({short(numbers)}): sort them")
+    _check_branches(turns)
     if not any(learned):
         said = any(ROLES[str(role_name(turn))] == "assistant" for turn in turns)
         why = "keys of its turns (weight, loss, train, …) leave out what would be learned, or its answers have no text"
         flagged = f": {why}" if said else ""
         raise SampleError(f"the conversation has no answer to learn{flagged}")
+
+
+def _check_one_meaning(turn: RawTurn) -> None:
+    """Raise SampleError for a turn with two roles, two texts, or a text that corrects it."""
+    roles = {ROLES[name] for key in ("role", "from") if (name := str(turn.get(key)).strip().lower()) in ROLES}
+    if len(roles) > 1:
+        raise SampleError(f"a turn has role={turn['role']!r} and from={turn['from']!r}: write one of them")
+    said = content_of(turn)
+    for key, value in turn.items() if isinstance(said, str) else ():
+        is_other = isinstance(value, str) and value.strip() and value not in said and said not in value
+        if (is_other and key in ("value", "text")) or (value and value != said and _CORRECTED.fullmatch(key.lower())):
+            raise SampleError(
+                f"a turn has the content {short(said)} and another text in `{key}` ({short(value)}), which would not "
+                "be learned: write the right one as content, and leave the other out"
+            )
+
+
+_CORRECTED = re.compile(
+    r"(?:edited|corrected|revised|rewritten|improved)_(?:text|content|value|answer|response|message)"
+    r"|(?:text|content|value|answer|response|message)_(?:edited|corrected|revised|rewritten|improved)|correction"
+)
+"""Keys with the text that an annotator wrote in place of a turn's."""
+
+
+def _check_branches(turns: Sequence[RawTurn]) -> None:
+    """Raise SampleError for turns that are branches of a tree: by the one that each answers, or those that follow."""
+    ids = [next((turn[key] for key in _IDS if turn.get(key) is not None), None) for turn in turns]
+    for number, turn in enumerate(turns):
+        key = next((key for key in (*_PARENTS, *_CHILDREN) if turn.get(key)), None)
+        if key is None:
+            continue
+        is_branch = turn[key] in ids and turn[key] != ids[number - 1] if key in _PARENTS else _branches(turn[key])
+        if is_branch:
+            raise SampleError(
+                f"the turns are a tree, of which `{key}` tells the branches ({short(turn[key])}), and would be learned "
+                "one after another: write a conversation for each way through it"
+            )
+
+
+def _branches(value: Any) -> bool:
+    """Return whether a turn is followed by several others, or has turns inside."""
+    return isinstance(value, list | tuple) and (len(value) > 1 or any(isinstance(one, MAPPING) for one in value))
+
+
+_IDS = ("id", "message_id", "turn_id", "uuid", "node_id")
+_PARENTS = ("parent", "parent_id", "parent_message_id", "parent_uuid", "reply_to", "in_reply_to")
+_CHILDREN = ("children", "replies", "children_ids")
 
 
 def _is_judged_wrong(key: str, value: Any) -> bool:

@@ -50,6 +50,7 @@ from energon_bridge.models.conversations.questions import (
     is_missing,
     lost_thoughts,
     not_said,
+    texts_in,
     texts_of,
     unknown_texts,
 )
@@ -171,7 +172,16 @@ def _said_by(turn: RawTurn) -> list[str]:
 
 def not_in_turns(entry: Mapping[str, Any]) -> list[str]:
     """Return the columns beside turns that are known to belong to questions, and whose texts no turn has."""
-    return not_said(entry, [entry[name] for name in CONVERSATIONS if name in entry])
+    said = [entry[name] for name in CONVERSATIONS if name in entry]
+    whole = "\n".join(text for one in said for text in texts_in(one)) if any(map(entry.get, _EARLIER)) else ""
+    earlier = (name for name in _EARLIER if not is_missing(entry.get(name)))
+    return [
+        *not_said(entry, said),
+        *(name for name in earlier if not all(text in whole for text in texts_in(entry[name]))),
+    ]
+
+
+_EARLIER = ("history", "input", "inputs")
 
 
 def with_turns(entry: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -513,6 +523,13 @@ def _pair_turn(turn: Any) -> list[RawTurn]:
                 flags[name] = turn[name]
             elif is_rejecting(name, turn[name], turn):
                 raise SampleError(f"a pair has {name}={turn[name]!r}, and was rejected: take the pair out, or the key")
+        if unknown := unknown_texts(turn, KNOWN_BESIDE, pair):
+            raise SampleError(
+                f"a pair has a text in `{unknown[0]}` ({short(turn[unknown[0]])}), which may belong to its question, "
+                "and would not be learned: write it into the question or the answer, or take the key out"
+            )
+        if doubt := doubt_of_answer(turn, pair):
+            raise SampleError(f"in a list of pairs, {doubt}, where it is a column; in a pair, take the key out")
         *before, answer = _turns_of_pair(turn, pair)
         return [*before, {**flags, **answer}]
     if isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn):

@@ -132,22 +132,26 @@ _IF_NOT_SET = re.compile(
 )
 _REWARDS = re.compile(r"(?:(?:final|total|mean|avg|outcome|task|episode|verifier)_)?reward(?:_score|_value)?")
 """Numbers that say how good an answer is: not above 0, and it is a bad one."""
-_WEIGHTS = re.compile(r"(?:(?:sample|example|row|data|train|training|loss)_)?weight|loss(?:_scale|_mask)?")
+_WEIGHTS = re.compile(
+    r"(?:(?:sample|example|row|data|train|training|loss|turn|message)_)?weight|loss(?:_scale)?|(?:loss|train|training)_mask"
+)
 """Numbers that say how much a sample or turn counts for the loss: 0, and it is not learned."""
 _LEARNED_IF_SET = re.compile(
-    rf"{_WEIGHTS.pattern}|(?:(?:is|to_be|do|use_(?:in|for)|with|has|in|include(?:_in)?|compute|calculate|apply)_)?"
+    rf"{_WEIGHTS.pattern}|(?:(?:is|to_be|to|do|should(?:_be)?|use(?:_(?:in|for|as))?|for|with|has|in|include(?:_in)?|compute"
+    r"|calc(?:ulate)?|apply|enable|needs?|requires?|contributes?_to|counts?_(?:in|for))_)?"
     r"(?:train(?:ing|ed|able)?|learn(?:ed|able)?|loss|supervised?)(?:_on)?(?:_(?:this_)?(?:turn|message))?"
 )
 _LEARNED_IF_NOT_SET = re.compile(
     r"(?:is_)?(?:mask|masked|ignore|ignored|exclude|excluded|skip|skipped)(?:_(?:in_|from_|for_)?(?:loss|train|training))?"
-    r"|(?:no|mask|zero)_(?:loss|train|training)|loss_(?:masked|ignored?)"
+    r"|(?:no|mask|zero|omit|disable|without|not|do_?nt|do_not|un)_?(?:loss|train(?:ed|ing)?|learn(?:ed)?)(?:_on)?"
+    r"|loss_(?:masked|ignored?)"
 )
 
 
 @lru_cache(maxsize=4096)
 def learned_if(key: str) -> bool | None:
     """Return the value, as a bool, that a key of a turn has in those that are learned; None: it does not say that."""
-    name = key.lower()
+    name = _snake(key)
     if _LEARNED_IF_NOT_SET.fullmatch(name):
         return False
     return True if _LEARNED_IF_SET.fullmatch(name) else None
@@ -156,7 +160,30 @@ def learned_if(key: str) -> bool | None:
 @lru_cache(maxsize=4096)
 def is_weight(key: str) -> bool:
     """Return whether a key of a turn is a number, 0 or 1, that may stand in every turn."""
-    return _WEIGHTS.fullmatch(key.lower()) is not None
+    return _WEIGHTS.fullmatch(_snake(key)) is not None
+
+
+def may_be_unlearned(key: str, value: Any) -> bool:
+    """Return whether a key of an answer seems to say that it is none to be learned, in no word that is honoured."""
+    is_set = _truth(value)
+    if is_set is None or value is None:
+        return False
+    name = _snake(key)
+    wanted = True if _ASIDE_IF_SET.fullmatch(name) else False if _ASIDE_IF_NOT_SET.fullmatch(name) else None
+    return is_set is wanted or name in _UNSURE_MASKS
+
+
+_ASIDE_IF_SET = re.compile(
+    r"(?:is_)?(?:hidden|invisible|prefill|prefilled|deprecated|superseded|frozen|input|history|context)(?:_only)?"
+)
+_ASIDE_IF_NOT_SET = re.compile(r"(?:is_)?(?:visible|target|label|output|active|requires_grad)")
+_UNSURE_MASKS = ("label_mask", "labels_mask", "target_mask", "assistant_mask")
+"""Of these, both 0 and 1 are in use for what is learned."""
+
+
+def _snake(name: str) -> str:
+    """Return a name in small letters, with a bar between its words: `isValid`, `is valid`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|[ -]", "_", name).lower()
 
 
 def is_rejecting(column: str, value: Any, beside: Iterable[str] | None = None) -> bool:
@@ -166,7 +193,7 @@ def is_rejecting(column: str, value: Any, beside: Iterable[str] | None = None) -
     """
     if not may_reject(column):
         return False
-    name = column.lower()
+    name = _snake(column)
     if name in _VERDICTS or name.endswith("quality"):
         known = _REJECTED if name in _VERDICTS else _QUALITY
         return isinstance(value, str) and value.strip().lower() in known
@@ -189,7 +216,7 @@ _OF_CHOICES = re.compile(
 @lru_cache(maxsize=4096)
 def may_reject(column: str) -> bool:
     """Return whether a column may say that samples are rejected, or not to be learned."""
-    name = column.lower()
+    name = _snake(column)
     return (
         name in (*_VERDICTS, "answer_confidence")
         or name.endswith("quality")

@@ -90,6 +90,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "a pair has is_correct=False, and was rejected",
     ),
     "an answer that is wrong": (turn("assistant", label=False), "a turn of 'assistant' has label=False"),
+    "a hidden answer": (turn("assistant", hidden=True), "an answer has hidden=True"),
+    "no loss, in camel case": (turn("assistant", useLoss=False), "no answer to learn"),
+    "branches": (
+        {
+            "messages": [
+                {**one, "id": n, "parent": at}
+                for n, at, one in ((1, None, talk()["messages"][0]), (2, 1, ANSWER), (3, 1, ANSWER))
+            ]
+        },
+        "the turns are a tree, of which `parent` tells the branches (1)",
+    ),
+    "two texts": (turn("assistant", value="y"), "another text in `value` ('y')"),
+    "two roles": (turn("assistant", **{"from": "human"}), "role='assistant' and from='human'"),
+    "earlier turns": (talk(history=[["Hello?", "Yes."]]), "--ignore history"),
+    "knowledge of a pair": (
+        {"qas": [{"question": "What?", "answer": "x", "facts": ["The moon is made of cheese."]}]},
+        "a pair has a text in `facts`",
+    ),
     "a short premise, as of COPA": (
         {"question": "cause", "premise": "She ran.", "choice1": "p", "choice2": "q", "label": 0},
         "--ignore premise",
@@ -286,6 +304,15 @@ def test_files_in_parts_of_a_list_that_is_not_converted(
     assert len(sample.images) == 1
 
 
+def test_what_is_said_in_a_sound_with_its_times_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whisper's segments, beside turns that do not say them."""
+    path = written(tmp_path, [talk(segments=[{"start": 0.0, "end": 1.0, "text": "Hello there."}])])
+    assert "--ignore segments" in refused(path, tmp_path / "out", *ALL)
+    with pytest.raises(Exception, match="skipped"):
+        delivered(path)
+    assert "`segments` has a text beside `messages`" in caplog.text
+
+
 def table(folder: Path, row: dict[str, Any]) -> Path:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -321,6 +348,7 @@ def shown(number: int) -> dict[str, Any]:
         (("query_image", "choice_image_0", "choice_image_1"), "choice_image_0, choice_image_1, query_image"),
         (("before", "after"), "after, before"),
         (("after", "before"), "after, before"),  # in the order of the alphabet, but not of the words
+        (("back", "front"), "back, front"),
         (("post_event", "pre_event"), "post_event, pre_event"),
         (("one", "two", "three"), "one, three, two"),
         (("first_image", "second_image"), ""),
