@@ -392,6 +392,7 @@ class RemoteStore(Rooted):
                     raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.") from error
                 self.check_root()  # tell a missing folder from a missing file
                 raise ShardMissingError(f"{self.url(rel)}: no such file.") from error
+            said = said.rstrip(".")  # some end their messages themselves
             raise StorageError(f"{self.url(rel)}: cannot {doing}: {said}.{_advice(status, code, bucket)}") from error
 
 

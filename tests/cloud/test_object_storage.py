@@ -256,6 +256,20 @@ def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
             open_store(f"http://127.0.0.1:{port}/data").read_range("x", 0, 3)
 
 
+def test_a_message_that_ends_with_a_full_stop_gets_no_second_one(tmp_path: Path) -> None:
+    class Stopping(ObjectServer):
+        def answer(self, handler: Any) -> None:
+            body = b"<Error><Code>InvalidAccessKeyId</Code><Message>The thing happened.</Message></Error>"
+            handler.send_response(403)
+            handler.send_header("Content-Length", str(len(body)))
+            handler.end_headers()
+            handler.wfile.write(body)
+
+    with serving(tmp_path, Stopping) as stopping, pytest.raises(StorageError) as raised:
+        open_store(stopping.url).read_range("x", 0, 3)
+    assert "HTTP 403 InvalidAccessKeyId The thing happened. The credentials are wrong" in str(raised.value)
+
+
 def test_what_is_refused_for_good_is_named_at_once(server: ObjectServer) -> None:
     (server.folder / "x").write_bytes(b"0123456789")
     store = open_store(server.url)

@@ -47,9 +47,9 @@ class SamplePlace(NamedTuple):
     def in_dataset(self, after: SamplePlace | None = None) -> str:
         """Name it within its dataset, without the parts it shares with a place named before."""
         shard = "" if after and after.shard == self.shard else f"shard {self.shard}, "
-        key = f"key {self.key!r}" if self.key else "unreadable key"
+        key = f", key {self.key!r}" if self.key else ""  # what was not read has none; its error names one, if known
         parts = "" if not self.parts or (after and after.parts == self.parts) else f" (parts {', '.join(self.parts)})"
-        return f"{shard}sample {self.index}, {key}{parts}"
+        return f"{shard}sample {self.index}{key}{parts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,8 +212,8 @@ def test_what_samples_share_is_named_once() -> None:
     places = [a("0.tar", 3, "k3"), a("0.tar", 4, "k4"), a("1.tar", 4, ""), b("1.tar", 4, "k4"), b("1.tar", 5, "k5")]
     other = places[-1]._replace(parts=("png",)), places[-1]._replace(note="joined")
     assert named([*places, *other], 9) == (
-        "/a: shard 0.tar, sample 3, key 'k3' (parts jpg, txt); sample 4, key 'k4'; shard 1.tar, sample 4, unreadable "
-        "key; /b: shard 1.tar, sample 4, key 'k4' (parts jpg, txt); sample 5, key 'k5'; sample 5, key 'k5' (parts "
+        "/a: shard 0.tar, sample 3, key 'k3' (parts jpg, txt); sample 4, key 'k4'; shard 1.tar, sample 4"
+        "; /b: shard 1.tar, sample 4, key 'k4' (parts jpg, txt); sample 5, key 'k5'; sample 5, key 'k5' (parts "
         "png); joined: /b: shard 1.tar, sample 5, key 'k5' (parts jpg, txt); and 2 more"
     )
 
