@@ -30,6 +30,8 @@ _ENOUGH_OF_BEST = 0.95
 """Part of the best rate that is enough: the fewest workers that reach it are recommended."""
 _BUSY = 0.8
 """Part of the time from which on cores, or a process, count as the limit."""
+_RUNS_DIFFER = 0.05
+"""Part of the time for reading by which two runs may differ that do the same."""
 _GOOD_FIT = 0.8
 """R² below which fitted weights are doubtful."""
 _LOOKS = 4
@@ -352,12 +354,15 @@ def _cpu() -> float:
 
 
 def _stages(reading: Rate, alone: Rate) -> dict[str, float]:
-    """Return the seconds per sample in each stage; images are decoded into the batch, so these two are one stage."""
-    return {
-        "reading": reading.load,
-        "decoding and batching": max(0.0, alone.load + alone.batch - reading.load),
-        "the hooks of the task encoder": alone.encode,
-    }
+    """Return the seconds per sample in each stage; images are decoded into the batch, so these two are one stage.
+
+    Decoding is the difference of two runs: one that is lost in how much such runs differ is left out.
+    """
+    stages = {"reading": reading.load, "the hooks of the task encoder": alone.encode}
+    decoding = alone.load + alone.batch - reading.load
+    if decoding <= _RUNS_DIFFER * reading.load:
+        return stages
+    return {"reading": reading.load, "decoding and batching": decoding} | stages
 
 
 _CHEAPER = {
@@ -391,6 +396,11 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
         return (
             f"the number of workers: the largest number tried, {chosen.workers}, is the fastest",
             "more --num-workers",
+        )
+    if stage == "reading" and busy * cores < _BUSY * max(1, chosen.workers):  # processes wait, they do not compute
+        return (
+            f"reading: it takes most of the time, and only {busy:.0%} of the cores are busy",
+            "fewer and longer ranges (max_samples_per_sequence=None, larger shards), or a faster disk or store",
         )
     return (
         f"not the number of workers; most time goes to {stage}, and {busy:.0%} of the cores are busy",

@@ -174,6 +174,29 @@ def test_what_limits_is_named() -> None:
     assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the largest number tried, 2")
 
 
+def test_where_reading_limits_no_workers_are_not_the_advice() -> None:
+    slow = replace(RATE, samples_per_second=30.0, training_cpu=0.1, load=3e-2)
+    limit, advice = bench.judge(replace(READING, load=3e-2), [slow, replace(slow, workers=2)], slow, 8)
+    assert limit.startswith("reading: ")
+    assert "num_workers" not in advice
+
+
+def test_a_difference_that_two_runs_do_not_show_is_left_out() -> None:
+    """1,000 us of reading beside 1,020 us of everything: a machine that was a little slower, or less."""
+    for load in (2e-4, 2.2e-4):
+        measured = bench.Measured(
+            cores=2,
+            load_average=0.0,
+            reading=replace(READING, load=1e-3),
+            rates=(replace(RATE, load=load),),
+            workers=0,
+            limit="",
+            advice="",
+        )
+        (said,) = bench.report(measured)
+        assert said == "Time for a sample, without workers: reading 1,000 us, the hooks of the task encoder 100 us"
+
+
 @pytest.mark.parametrize(
     ("making", "training_cpu", "limit"),
     [
