@@ -80,6 +80,25 @@ def test_it_prints_stages_rates_and_a_limit(dataset: Path, tmp_path: Path, monke
         assert words in output
 
 
+def test_a_bad_sample_is_named_once(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bench_bad.py").write_text(
+        "from energon_bridge import DefaultTaskEncoder\n"
+        "class Bad(DefaultTaskEncoder):\n"
+        "    def encode_sample(self, sample):\n"
+        "        if sample.__sources__[0].index == 3:\n"
+        "            raise ValueError('bad')\n"
+        "        return sample\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = ["--batch-size", 4, "--num-workers", 1, "--seconds", 0.2, "--encoder", "bench_bad:Bad"]
+    found = answer("bench", dataset, *flags)
+    del sys.modules["bench_bad"]
+    assert len(found["rates"]) == 2
+    assert sum("ValueError: bad" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_fields_may_lie_in_json(tmp_path: Path) -> None:
     source, flags, _ = coco(tmp_path / "in", 4)
     data = converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0")
