@@ -98,7 +98,7 @@ class NodeCache:
         self._limit = limit
         self._written = -1
         self._refused = 0.0
-        self._told = False
+        self._told = self._told_size = False
         self._known: dict[str, tuple[float, Version]] = {}
         self._first: set[RemoteBlock] = set()
 
@@ -168,6 +168,13 @@ class NodeCache:
 
     def _put(self, key: RemoteBlock, data: bytes) -> None:
         version, block = key
+        if self._limit is not None and version.size > self._limit and not self._told_size:
+            self._told_size = True
+            logger.warning(
+                "the node cache %s is limited to %d bytes, and %s alone has %d: blocks go before they are read again. "
+                "Set ENERGON_CACHE_BYTES to the size of the dataset, or turn the cache off",
+                *(self.folder, self._limit, version.url, version.size),
+            )
         self._publish(version.name(block), data, _checksums(data))
 
     def _count(self, blocks: dict[RemoteBlock, memoryview], fetched: set[RemoteBlock]) -> None:

@@ -374,7 +374,7 @@ class RemoteStore(Rooted):
         except GaveUp as error:
             raise StorageError(
                 f"{self.url(rel)}: cannot {doing}: {error}. Check the host and port, and that server and "
-                "network are up."
+                f"network are up.{_endpoint_advice(str(error))}"
             ) from error
         except Exception as error:
             status, code, said = _provider_answer(error)
@@ -392,7 +392,10 @@ class RemoteStore(Rooted):
                     raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.") from error
                 self.check_root()  # tell a missing folder from a missing file
                 raise ShardMissingError(f"{self.url(rel)}: no such file.") from error
-            raise StorageError(f"{self.url(rel)}: cannot {doing}: {said}.{_advice(status, code, bucket)}") from error
+            said = said.rstrip(".")  # some end their messages themselves
+            raise StorageError(
+                f"{self.url(rel)}: cannot {doing}: {said}.{_advice(status, code, bucket)}{_endpoint_advice(said)}"
+            ) from error
 
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
@@ -421,6 +424,15 @@ def _provider_answer(error: Exception) -> tuple[int, str, str]:
     code = str(getattr(code, "value", code))
     words = f"{type(error).__name__}: {error}".partition("\n")[0]
     return (int(status) if isinstance(status, int) else 0), code, words
+
+
+def _endpoint_advice(said: str) -> str:
+    """Return what to do about the address of a server that speaks S3, if a failure is about that."""
+    if "Invalid endpoint" in said:
+        return " AWS_ENDPOINT_URL must begin with http:// or https://, such as http://HOST:PORT."
+    if "onnect to" in said and "amazonaws.com" in said:  # our words, and botocore's
+        return " This is Amazon's server: for another one that speaks S3, set AWS_ENDPOINT_URL to http://HOST:PORT."
+    return ""
 
 
 def _advice(status: int, code: str, bucket: str) -> str:

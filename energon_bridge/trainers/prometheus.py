@@ -1,7 +1,10 @@
 """What a loader did so far, for Prometheus: over HTTP, or as a text file for the collector of the node exporter.
 
 The numbers are those of `EnergonDataloader.metrics()`, which the training loop hands over now and then; whoever asks
-gets the last ones, and never touches the loader. Names are `energon_…`, with `_total` for what only grows:
+gets the last ones, and never touches the loader, which only the thread of the loop may. They are of one rank, and stay
+behind while the loop waits: retries are counted with the microbatch that needed them. An alert on
+`time() - energon_last_update_timestamp_seconds` notices a loop that waits, for whatever reason. Names are `energon_…`,
+with `_total` for what only grows:
 
     energon_samples_total{rank="0"} 51200.0                             `samples`
     energon_dataset_samples_total{dataset="captions",rank="0"} 25600.0  `samples/captions`, of a mix
@@ -15,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +61,7 @@ _GAUGES = {
     "epochs": "Epochs of the data so far.",
     "ready": "Microbatches made and not yet taken.",
     "waiting_in_groups": "Samples drawn that wait in groups that are not full.",
+    "last_update_timestamp_seconds": "When the loop last told its numbers, in seconds since 1970.",
     "wait_share": "Share of the time since the last update that the training loop waited for data.",
 }
 _OTHER = "As metrics() of the loader says."
@@ -71,8 +76,8 @@ class PrometheusExporter:
             if step % 50 == 0:
                 exporter.update(loader.metrics())
 
-    Under Lightning, `DataMonitor(export=exporter.update)` does it. With several ranks on a node, give each another port
-    or file, and its rank as a label.
+    Under Lightning, `DataMonitor(export=exporter.update)` does it. The numbers are of one rank: on a node, give each
+    another port or file, and its rank as a label.
 
     Args:
         port: Serve the numbers at `http://ADDRESS:PORT/metrics`, from the first `update` on; 0: any free port.
@@ -130,7 +135,8 @@ class PrometheusExporter:
         Raises:
             ConfigurationError: The port is taken, or the file cannot be written.
         """
-        self._metrics = dict(metrics)  # one assignment: a request meanwhile sees all of the old or all of the new
+        # One assignment: a request meanwhile sees all of the old or all of the new.
+        self._metrics = {**metrics, "last_update_timestamp_seconds": time.time()}
         if self._wanted is not None and self._server is None:
             self._serve(self._wanted)
         if self.textfile is not None:

@@ -123,6 +123,16 @@ def test_a_cap_of_a_block_or_less(server: ObjectServer, cache: Path, monkeypatch
     assert used(cache) <= 1_700_000
 
 
+def test_a_cap_below_one_object_is_said_once(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ENERGON_CACHE_BYTES", str(len(FILES["b.tar"]) - 1))
+    for _ in range(2):
+        assert open_store(server.url).read_range("b.tar", 5, 9) == FILES["b.tar"][5:14]
+    size = len(FILES["b.tar"])
+    assert caplog.text.count(f"is limited to {size - 1} bytes, and {server.url}/b.tar alone has {size}: ") == 1
+
+
 def test_killed_processes_leave_no_wrong_byte(server: ObjectServer, cache: Path) -> None:
     rng = random.Random(5)
     for number in range(KILLS):

@@ -256,6 +256,46 @@ def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
             open_store(f"http://127.0.0.1:{port}/data").read_range("x", 0, 3)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "remedy"),
+    [
+        ("", "This is Amazon's server: for another one that speaks S3, set AWS_ENDPOINT_URL to http://HOST:PORT."),
+        ("localhost:9000", "AWS_ENDPOINT_URL must begin with http:// or https://, such as http://HOST:PORT."),
+    ],
+)
+def test_an_s3_server_that_is_not_there_names_the_variable(
+    endpoint: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: Any, **__: Any) -> list[Any]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    pytest.importorskip("boto3")
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("energon_bridge.cloud.http._UNREACHED_TRIES", 1)
+    for name, value in {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x", "EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    if endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StorageError) as raised:
+        open_store("s3://bucket-of-nobody/data").read_range("x", 0, 3)
+    assert str(raised.value).endswith(remedy)
+
+
+def test_a_message_that_ends_with_a_full_stop_gets_no_second_one(tmp_path: Path) -> None:
+    class Stopping(ObjectServer):
+        def answer(self, handler: Any) -> None:
+            body = b"<Error><Code>InvalidAccessKeyId</Code><Message>The thing happened.</Message></Error>"
+            handler.send_response(403)
+            handler.send_header("Content-Length", str(len(body)))
+            handler.end_headers()
+            handler.wfile.write(body)
+
+    with serving(tmp_path, Stopping) as stopping, pytest.raises(StorageError) as raised:
+        open_store(stopping.url).read_range("x", 0, 3)
+    assert "HTTP 403 InvalidAccessKeyId The thing happened. The credentials are wrong" in str(raised.value)
+
+
 def test_what_is_refused_for_good_is_named_at_once(server: ObjectServer) -> None:
     (server.folder / "x").write_bytes(b"0123456789")
     store = open_store(server.url)

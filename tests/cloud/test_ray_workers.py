@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,8 @@ from workers import expected_of, loader_of, wait_until
 
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
 from energon_bridge.cloud.ray import ray_engine
+from energon_bridge.cloud.ray.ray_actor import versions
+from energon_bridge.cloud.ray.ray_engine import ActorProcess, RayEngine
 from energon_bridge.core.errors import ConfigurationError, LoaderError
 from energon_bridge.tools.check.engines import RayShardEngine
 from energon_bridge.tools.cli.main import main
@@ -526,3 +530,22 @@ def test_without_ray_the_extra_is_named(data: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'energon-bridge\[ray\]'"):
         loader_of(data, 1, worker_engine="ray")
+
+
+def test_nodes_of_one_host_are_counted_each() -> None:
+    engine = object.__new__(RayEngine)
+    engine._processes, engine._starting = {}, []
+    engine._said = engine._gone = False
+    engine._config = SimpleNamespace(num_workers=3)  # type: ignore[assignment]
+    engine._options = {"placement_timeout_seconds": 1.0}
+    for number, node in enumerate(["a", "b", "b"]):
+        facts = "vm", versions(), node
+        relay = SimpleNamespace(answer=lambda *_, facts=facts: ("there", facts), is_alive=True)
+        here, there = socket.socketpair()
+        process = ActorProcess(relay, number, number, there, None, None)  # type: ignore[arg-type]
+        engine._processes[number] = process
+        engine._starting.append((process, here, lambda: None))
+    engine.settle()
+    for process in engine._processes.values():
+        process._release()
+    assert engine.metrics() == {"worker_actors": 3, "worker_nodes": 2, "local_workers": 0}

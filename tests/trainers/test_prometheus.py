@@ -6,6 +6,7 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_prometheus_reads_what_the_loader_says(loader: EnergonDataloader) -> Non
     each = [found["energon_dataset_samples_total", (("dataset", name), rank)] for name in ("one", "two")]
     assert each == [said["samples/one"], said["samples/two"]]
     assert found["energon_wait_seconds_total", (rank,)] == said["wait_seconds"] > 0
-    assert len(found) == len(said)
+    assert len(found) == len(said) + 1  # and when it was said
     next(loader)
     assert read(asked(exporter)) == found  # until the loop says more
     exporter.update(loader.metrics())
@@ -98,7 +99,20 @@ def test_names_from_the_data_stay_values(tmp_path: Path) -> None:
     name = 'a"} 1\nevil{x="\\'
     exporter.update({f"samples/{name}": 4.0, "balance-step": 1.5})
     found = read((tmp_path / "x.prom").read_text())
+    assert found.pop(("energon_last_update_timestamp_seconds", ())) > 0
     assert found == {("energon_dataset_samples_total", (("dataset", name),)): 4.0, ("energon_balance_step", ()): 1.5}
+
+
+def test_an_alert_can_notice_a_loop_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1_700_000_000.0, 1_700_000_060.0])
+    monkeypatch.setattr("energon_bridge.trainers.prometheus.time", SimpleNamespace(time=lambda: next(now)))
+    exporter = PrometheusExporter(port=0)
+    exporter.update({"batches": 1.0})
+    updated = ("energon_last_update_timestamp_seconds", ())
+    assert [read(asked(exporter))[updated] for _ in range(2)] == [1_700_000_000.0] * 2  # whenever it is asked
+    exporter.update({"batches": 1.0})
+    assert read(asked(exporter))[updated] == 1_700_000_060.0
+    exporter.close()
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

@@ -414,7 +414,7 @@ class RayEngine:
                 start_here()
             else:
                 here.close()
-                reason = answer[1] if answer[0] == "refused" else self._difference(*answer[1])
+                reason = answer[1] if answer[0] == "refused" else self._difference(*answer[1][:2])
                 if reason and not runs:
                     raise LoaderError(_REFUSED.format(number=process.worker, reason=reason))
                 if reason:
@@ -422,7 +422,7 @@ class RayEngine:
                     process.kill()
                     note_end(process.board, None)
                 else:
-                    process.node = answer[1][0]
+                    process.node = answer[1][2]  # names of hosts are not unique: several nodes may be on one
         if unplaced:
             logger.warning(
                 "the Ray cluster had no place for %d of %d workers (%s) within %g s, or still starts them: until they "

@@ -371,7 +371,7 @@ class Relay:
                 self._lose(seat, ConnectionError(f"no connection to {seat.address[0]}:{port}: {error}"))
                 return
             line.work = b""
-            self._answer("start", line.number, "there", (seat.node, seat.versions))
+            self._answer("start", line.number, "there", (seat.node, seat.versions, seat.node_id))
 
         def ended(ending: Ending | None) -> None:
             if line.number in self._lines and ending is not None:

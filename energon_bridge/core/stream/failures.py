@@ -6,6 +6,7 @@ their lane; the `FailureLog` of the training process logs each of them once, and
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -46,9 +47,9 @@ class SamplePlace(NamedTuple):
     def in_dataset(self, after: SamplePlace | None = None) -> str:
         """Name it within its dataset, without the parts it shares with a place named before."""
         shard = "" if after and after.shard == self.shard else f"shard {self.shard}, "
-        key = f"key {self.key!r}" if self.key else "unreadable key"
+        key = f", key {self.key!r}" if self.key else ""  # what was not read has none; its error names one, if known
         parts = "" if not self.parts or (after and after.parts == self.parts) else f" (parts {', '.join(self.parts)})"
-        return f"{shard}sample {self.index}, {key}{parts}"
+        return f"{shard}sample {self.index}{key}{parts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,18 +192,18 @@ def write_reports(file: Path, reports: Sequence[Report]) -> None:
     """Append failures to a file in one write.
 
     Raises:
-        StorageError: The file cannot be written.
+        OSError: The file cannot be written; nothing of these failures is in it.
     """
     lines = "".join(json.dumps(_line(report)) + "\n" for report in reports).encode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(handle, lines)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise StorageError(f"{file}: cannot write the quarantine file: {error}") from error
+        written = os.write(handle, lines)
+        if written < len(lines):  # what fits on the disk: a cut line would spoil the next one
+            os.ftruncate(handle, os.fstat(handle).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(handle)
 
 
 def known_in(file: Path) -> set[Named]:
@@ -244,6 +245,9 @@ class FailureLog:
 
     Args:
         messages, quarantine: How much is logged, and the quarantine file, as in `ErrorPolicy`.
+
+    Attributes:
+        unwritten: Failures that the quarantine file did not take.
     """
 
     def __init__(self, *, messages: int, quarantine: str | os.PathLike[str] | None) -> None:
@@ -254,12 +258,13 @@ class FailureLog:
         self._samples: dict[tuple[str, str, str], set[tuple[int, int]]] = {}
         self._quarantined: dict[Path, set[Named]] = {}
         self._losses: set[tuple[str, str]] = set()
+        self.unwritten = 0
 
     def write(self, reports: Sequence[Report], rank: int, ranks: int) -> None:
         """Log the failures of a rank that are new.
 
         Raises:
-            StorageError: The quarantine file cannot be written.
+            StorageError, MetadataError: The quarantine file is there and cannot be read, or is another file.
         """
         fresh = []
         for report in reports:
@@ -307,11 +312,23 @@ class FailureLog:
         known = self._quarantined.get(file)
         if known is None:
             known = self._quarantined[file] = known_in(file)
-        lines = []
+        lines: dict[Named, Report] = {}
         for report in reports:
             name = (report.places[0].dataset, report.places[0].index, report.hook)
             if name not in known:
-                known.add(name)
-                lines.append(report)
-        if lines:
-            write_reports(file, lines)
+                lines.setdefault(name, report)
+        if not lines:
+            return
+        try:
+            write_reports(file, list(lines.values()))
+            known |= lines.keys()
+        except OSError as error:  # what tells of failures must not end a run that goes on without it
+            if not self.unwritten:
+                logger.warning(
+                    "%s: cannot write the quarantine file: %s. The run goes on; samples that fail are counted and "
+                    "logged, and come into the file only when it can be written. Make room, or give "
+                    "ErrorPolicy(quarantine=…) a file that can be written",
+                    file,
+                    error,
+                )
+            self.unwritten += len(lines)

@@ -78,7 +78,8 @@ class ErrorPolicy:
         damaged_shards: A shard that is cut off, missing or without its index: "raise" stops the run with an error that
             names it, since files can be restored; "skip" treats each unreadable sample like any sample that fails.
         quarantine: File, from the working directory, to which each failed sample is added once, as a line of JSON;
-            `read_quarantine` reads it. With several ranks, each writes its own: `NAME.rank3.EXTENSION`.
+            `read_quarantine` reads it. With several ranks, each writes its own: `NAME.rank3.EXTENSION`. If it cannot
+            be written, a warning says so once, and the run goes on.
         read_timeout_seconds: Time after which a second read of the same bytes is started beside the first, up to three
             in all; after the last one the run stops and names the file. None: wait without limit.
         messages: Failures logged one by one, per dataset, hook and exception type; after that, only their number is

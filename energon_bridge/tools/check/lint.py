@@ -28,6 +28,7 @@ from energon_bridge.core.errors import (
     MetadataError,
     SampleError,
     SkipSample,
+    StorageError,
     UnknownSplitError,
     did_you_mean,
 )
@@ -277,6 +278,11 @@ def lint_encoded(
         )
         with closing(get_savable_loader(spec)) as loader:
             count = sum(1 for _ in loader)
+        if lost := spec.failure_log.unwritten:
+            raise StorageError(
+                f"{folder}: the names of {lost} samples that failed cannot be written there, so they cannot be shown. "
+                "Make room, or set TMPDIR to a folder with room, and run lint again"
+            )
         failed = read_quarantine(file) if os.path.exists(file) else []
     return count, [
         Problem(

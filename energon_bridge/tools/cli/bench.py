@@ -17,12 +17,15 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from energon_bridge.tools.cli.output import format_bytes, print_json, print_table
 from energon_bridge.tools.cli.run_options import load_encoder, open_mix, run_options
+
+if TYPE_CHECKING:
+    from energon_bridge.core.stream.failures import FailureLog
 
 _WARM_UP = 0.3
 """Part of each run, from its beginning, that is not counted."""
@@ -30,6 +33,8 @@ _ENOUGH_OF_BEST = 0.95
 """Part of the best rate that is enough: the fewest workers that reach it are recommended."""
 _BUSY = 0.8
 """Part of the time from which on cores, or a process, count as the limit."""
+_RUNS_DIFFER = 0.05
+"""Part of the time for reading by which two runs may differ that do the same."""
 _GOOD_FIT = 0.8
 """R² below which fitted weights are doubtful."""
 _LOOKS = 4
@@ -170,6 +175,8 @@ def bench(
     """
     from energon_bridge.core.encoder import DefaultTaskEncoder
     from energon_bridge.core.encoder.decoder import SampleDecoder
+    from energon_bridge.core.stream.failures import FailureLog
+    from energon_bridge.core.stream.policy import ErrorPolicy
     from energon_bridge.core.worker_config import available_cores
 
     class Parts(SampleDecoder):
@@ -188,13 +195,15 @@ def bench(
     load_average = os.getloadavg()[0]
     most = options["num_workers"]
     reading = _measure(mix, options | {"num_workers": 0, "packing_buffer_size": None}, Bytes(), seconds)
+    said = FailureLog(messages=ErrorPolicy().messages, quarantine=None)
     rates = [
-        _measure(mix, options | {"num_workers": workers}, encoder, seconds) for workers in numbers_of_workers(most)
+        _measure(mix, options | {"num_workers": workers}, encoder, seconds, said=said)
+        for workers in numbers_of_workers(most)
     ]
     best = max(rate.samples_per_second for rate in rates)
     chosen = next(rate for rate in rates if rate.samples_per_second >= _ENOUGH_OF_BEST * best)
     limit, advice = judge(reading, rates, chosen, cores)
-    cluster = _measure(mix, options, encoder, seconds, engine) if engine == "ray" and most else None
+    cluster = _measure(mix, options, encoder, seconds, engine, said) if engine == "ray" and most else None
     return Measured(
         cores=cores,
         load_average=load_average,
@@ -240,13 +249,21 @@ def numbers_of_workers(most: int) -> list[int]:
 
 
 def _measure(
-    mix: str, options: dict[str, Any], encoder: Any, seconds: float, engine: Literal["process", "ray"] = "process"
+    mix: str,
+    options: dict[str, Any],
+    encoder: Any,
+    seconds: float,
+    engine: Literal["process", "ray"] = "process",
+    said: FailureLog | None = None,
 ) -> Rate:
+    """Measure one run; failures that `said` has are not logged again."""
     from energon_bridge.core.datasets import get_savable_loader
     from energon_bridge.core.stream.rows import size_of
 
     give_back_memory()  # that of the run before
     dataset = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options.get("packing_buffer_size"))
+    if said is not None:
+        vars(dataset)["failure_log"] = said  # the cached property, which each dataset would make anew
     with closing(
         get_savable_loader(dataset, worker_config=replace(dataset.worker_config, worker_engine=engine))
     ) as loader:
@@ -352,12 +369,15 @@ def _cpu() -> float:
 
 
 def _stages(reading: Rate, alone: Rate) -> dict[str, float]:
-    """Return the seconds per sample in each stage; images are decoded into the batch, so these two are one stage."""
-    return {
-        "reading": reading.load,
-        "decoding and batching": max(0.0, alone.load + alone.batch - reading.load),
-        "the hooks of the task encoder": alone.encode,
-    }
+    """Return the seconds per sample in each stage; images are decoded into the batch, so these two are one stage.
+
+    Decoding is the difference of two runs: one that is lost in how much such runs differ is left out.
+    """
+    stages = {"reading": reading.load, "the hooks of the task encoder": alone.encode}
+    decoding = alone.load + alone.batch - reading.load
+    if decoding <= _RUNS_DIFFER * reading.load:
+        return stages
+    return {"reading": reading.load, "decoding and batching": decoding} | stages
 
 
 _CHEAPER = {
@@ -391,6 +411,11 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
         return (
             f"the number of workers: the largest number tried, {chosen.workers}, is the fastest",
             "more --num-workers",
+        )
+    if stage == "reading" and busy * cores < _BUSY * max(1, chosen.workers):  # processes wait, they do not compute
+        return (
+            f"reading: it takes most of the time, and only {busy:.0%} of the cores are busy",
+            "fewer and longer ranges (max_samples_per_sequence=None, larger shards), or a faster disk or store",
         )
     return (
         f"not the number of workers; most time goes to {stage}, and {busy:.0%} of the cores are busy",

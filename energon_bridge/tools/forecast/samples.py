@@ -208,6 +208,9 @@ def name_microbatch(run: Run, m: int, keys: KeyNames | None = None) -> NamedMicr
     return _RunNames(run, keys).microbatch(m, -1)
 
 
+_EXACT = "`energon preview --step N --encoder …` gives the exact answer: it runs the task encoder, and reads the data."
+
+
 def assumption(run: Run, m: int) -> str:
     """Return in one line what the names of microbatch m and its step assume."""
     datasets = (leaf.dataset for leaf in run.spec.leaves)
@@ -217,7 +220,8 @@ def assumption(run: Run, m: int) -> str:
         return f"Exact: nothing moves in a pass, samples that are skipped{listed} are missing from their batch."
     if run.state is None:
         return (
-            f"As if no sample had been skipped, and each gave one: skipping, packing or generators move them{listed}."
+            f"As if no sample had been skipped, and each gave one: skipping, packing or generators move them{listed}. "
+            f"{_EXACT}"
         )
     counts = [leaf["counts"] for leaf in read_leaves(run.state)]
     skipped = sum(count["skipped"] + count["errors"] + count["excluded"] for count in counts)
@@ -227,7 +231,10 @@ def assumption(run: Run, m: int) -> str:
     bans = any(leaf.bans is not None for leaf in run.plan.leaves)
     sofar = f"until the state {skipped:,} were skipped"
     if m >= run.microbatches:
-        return f"From where the lanes of the state stand; as if no sample from there on is skipped{listed}; {sofar}."
+        return (
+            f"From where the lanes of the state stand; as if no sample from there on is skipped{listed}; {sofar}. "
+            f"{_EXACT}"
+        )
     even = not moved and min(moves, default=0) >= 0 and not any(s.taken for s in run.lanes.values())
     if not skipped and even and bans:
         return (
@@ -238,7 +245,8 @@ def assumption(run: Run, m: int) -> str:
         return "Exact: until the state no sample was skipped, and each draw gave one."
     return (
         f"By arithmetic from the beginning, as if no sample had been skipped, and each gave one; {sofar}, and "
-        f"its lanes have made {moved:,} draws more than rows: what was really delivered lies up to that far off."
+        f"its lanes have made {moved:,} draws more than rows: what was really delivered lies up to that far off. "
+        f"{_EXACT}"
     )
 
 

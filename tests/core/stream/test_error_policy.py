@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -211,8 +212,8 @@ def test_what_samples_share_is_named_once() -> None:
     places = [a("0.tar", 3, "k3"), a("0.tar", 4, "k4"), a("1.tar", 4, ""), b("1.tar", 4, "k4"), b("1.tar", 5, "k5")]
     other = places[-1]._replace(parts=("png",)), places[-1]._replace(note="joined")
     assert named([*places, *other], 9) == (
-        "/a: shard 0.tar, sample 3, key 'k3' (parts jpg, txt); sample 4, key 'k4'; shard 1.tar, sample 4, unreadable "
-        "key; /b: shard 1.tar, sample 4, key 'k4' (parts jpg, txt); sample 5, key 'k5'; sample 5, key 'k5' (parts "
+        "/a: shard 0.tar, sample 3, key 'k3' (parts jpg, txt); sample 4, key 'k4'; shard 1.tar, sample 4"
+        "; /b: shard 1.tar, sample 4, key 'k4' (parts jpg, txt); sample 5, key 'k5'; sample 5, key 'k5' (parts "
         "png); joined: /b: shard 1.tar, sample 5, key 'k5' (parts jpg, txt); and 2 more"
     )
 
@@ -229,6 +230,29 @@ def test_a_long_message_is_cut_off(data: Path, caplog: pytest.LogCaptureFixture)
     (message,) = [record.message for record in caplog.records if record.name == "energon_bridge.core.stream.failures"]
     assert len(message) < 2000
     assert "(80000 characters)" in message
+
+
+def test_a_quarantine_file_that_cannot_be_written_does_not_end_the_run(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    expected = keys_of(loader_of(data, Failing()), 60)
+    keys_of(loader_of(data, Failing(), error_policy=ErrorPolicy(quarantine=tmp_path / "whole.jsonl")), 60)
+    lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    caplog.clear()
+    loader = loader_of(data, Failing(), error_policy=ErrorPolicy(quarantine=file))
+    try:  # the kernel writes a part of the second line and refuses the others, as on a disk that is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(lines[0]) + 30, before[1]))
+        delivered = keys_of(loader, 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert delivered + keys_of(loader, 30) == expected
+    (warning,) = [one.getMessage() for one in caplog.records if "quarantine file" in one.getMessage()]
+    assert str(file) in warning
+    assert "Make room" in warning
+    assert loader.metrics()["errors"] > 2
+    assert file.read_bytes() == lines[0]
 
 
 def test_a_quarantine_file_is_added_to_once_for_each_sample(data: Path, tmp_path: Path) -> None:

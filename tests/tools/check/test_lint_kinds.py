@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from contextlib import closing
@@ -34,7 +35,7 @@ from energon_bridge import (
     get_train_dataset,
     get_val_dataset,
 )
-from energon_bridge.core.errors import DecodeError
+from energon_bridge.core.errors import DecodeError, StorageError
 from energon_bridge.core.format.dataset import read_prepared
 from energon_bridge.core.format.dataset_config import DatasetConfigs
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset, rebuild_index
@@ -42,6 +43,7 @@ from energon_bridge.core.storage import open_store
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.families.sound import sound_of
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
+from energon_bridge.tools.check.lint import lint_encoded
 from energon_bridge.tools.check.media import MediaFilter
 from energon_bridge.tools.check.quarantine import read_quarantine
 from energon_bridge.tools.columns.making import add_column, content_hash
@@ -242,6 +244,15 @@ def test_through_a_task_encoder(data: Path, tmp_path: Path, kind: str, monkeypat
     assert shown.exit_code == 1
     monkeypatch.chdir(tmp_path)
     assert energon("lint", path.name, "--encoder", f"test_lint_kinds:{encoder}", "--no-progress").output == shown.output
+
+
+def test_failures_that_find_no_room_are_not_passed_over(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("energon_bridge.core.stream.failures.write_reports", full)
+    with pytest.raises(StorageError, match=r"the names of 1 samples .* set TMPDIR"):
+        lint_encoded(str(data), "train", RefusesFive())
 
 
 def test_equal_samples_are_named_both(tmp_path: Path) -> None:

@@ -80,6 +80,25 @@ def test_it_prints_stages_rates_and_a_limit(dataset: Path, tmp_path: Path, monke
         assert words in output
 
 
+def test_a_bad_sample_is_named_once(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bench_bad.py").write_text(
+        "from energon_bridge import DefaultTaskEncoder\n"
+        "class Bad(DefaultTaskEncoder):\n"
+        "    def encode_sample(self, sample):\n"
+        "        if sample.__sources__[0].index == 3:\n"
+        "            raise ValueError('bad')\n"
+        "        return sample\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = ["--batch-size", 4, "--num-workers", 1, "--seconds", 0.2, "--encoder", "bench_bad:Bad"]
+    found = answer("bench", dataset, *flags)
+    del sys.modules["bench_bad"]
+    assert len(found["rates"]) == 2
+    assert sum("ValueError: bad" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_fields_may_lie_in_json(tmp_path: Path) -> None:
     source, flags, _ = coco(tmp_path / "in", 4)
     data = converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0")
@@ -172,6 +191,29 @@ def test_what_limits_is_named() -> None:
     assert bench.judge(READING, [RATE, enough, two], enough, 2)[1].startswith("max_samples_per_sequence=None, shards")
     assert judged(READING, RATE, replace(two, training_cpu=0.9), cores=8).startswith("the training process")
     assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the largest number tried, 2")
+
+
+def test_where_reading_limits_no_workers_are_not_the_advice() -> None:
+    slow = replace(RATE, samples_per_second=30.0, training_cpu=0.1, load=3e-2)
+    limit, advice = bench.judge(replace(READING, load=3e-2), [slow, replace(slow, workers=2)], slow, 8)
+    assert limit.startswith("reading: ")
+    assert "num_workers" not in advice
+
+
+def test_a_difference_that_two_runs_do_not_show_is_left_out() -> None:
+    """1,000 us of reading beside 1,020 us of everything: a machine that was a little slower, or less."""
+    for load in (2e-4, 2.2e-4):
+        measured = bench.Measured(
+            cores=2,
+            load_average=0.0,
+            reading=replace(READING, load=1e-3),
+            rates=(replace(RATE, load=load),),
+            workers=0,
+            limit="",
+            advice="",
+        )
+        (said,) = bench.report(measured)
+        assert said == "Time for a sample, without workers: reading 1,000 us, the hooks of the task encoder 100 us"
 
 
 @pytest.mark.parametrize(

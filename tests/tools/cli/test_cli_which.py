@@ -180,8 +180,10 @@ def test_a_skipping_encoder_is_accounted_for_up_to_the_state(data: Path, tmp_pat
         found = answer("which", tmp_path / "state.pt", "--step", 49 + step)
         assert restore_keys(found) == delivered_keys(delivered[step])
         assert "as if no sample from there on is skipped" in found["assumption"]
+        assert "`energon preview --step N --encoder …` gives the exact answer" in found["assumption"]
     before = answer("which", tmp_path / "state.pt", "--step", 5)
     assert "as if no sample had been skipped" in before["assumption"]
+    assert "`energon preview --step N --encoder …` gives the exact answer" in before["assumption"]
     assert restore_keys(before) == delivered_keys(run(ranks_of(opened(data, "weights"), 1), 6)[5])
 
 
@@ -362,6 +364,7 @@ def test_a_dataset_that_changed_and_a_mix_that_changed(data: Path, tmp_path: Pat
 def test_excluded_samples_are_mentioned(data: Path) -> None:
     dataset = opened(data, "single")
     assert "exclude" not in assumption(run_of_mix(dataset), 0)
+    assert "`energon preview --step N --encoder …` gives the exact answer" in assumption(run_of_mix(dataset), 0)
     dataset = with_prepared(dataset, excluded=frozenset({("train/shard_000.tar", "00001")}))
     assert "1 samples are listed in `exclude`" in assumption(run_of_mix(dataset), 0)
 
