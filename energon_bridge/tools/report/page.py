@@ -283,8 +283,8 @@ def _highest(ranks: Sequence[RankSummary], folder: Path, spec: DatasetSpec | Non
         table,
         "The samples or packs (microbatches, where only the losses of these are known) whose losses lie furthest above "
         f"the usual one, the median of the {USUAL} microbatches before them. {said}"
-        "Pages of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a sample: energon preview "
-        "DATASET --key KEY --html look.",
+        "Pages of what a step saw: energon preview RUN_FOLDER --step STEP-1 --html look, for --step counts the steps "
+        "before it; of a sample: energon preview DATASET --key KEY --html look.",
     ]
 
 
