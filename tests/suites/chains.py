@@ -380,7 +380,13 @@ def check_same_error(
     dataset: DatasetSpec, chain: Chain, leg: int, moments: Sequence[Moment], error: EnergonError
 ) -> str:
     """An uninterrupted run must raise the same error, where a chain raises one: not all that is drawn can be run."""
-    (loader,) = loaders_of(dataset, 1, 0, **chain.run)
+    config = dict(chain.run)
+    if not chain.finite and not same_by_default(chain):
+        first, *others = loaders_of(dataset, chain.legs[0].ranks, 0, **chain.run)
+        config["num_lanes"] = first.ownership.num_lanes
+        for one in (first, *others):
+            one.close()
+    (loader,) = loaders_of(dataset, 1, 0, **config)
     steps = 3 * sum(leg.ranks * leg.steps for leg in chain.legs) + 50
     losses = Losses(max(1, num_leaves(chain.tree)))
     legs = [event for one in chain.legs[: leg + 1] for event in one.events]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chain_cases import Leg, drawn_chain, write_data
+from chain_cases import Event, Leg, drawn_chain, write_data
 from chains import DifferenceError, run_chain, tried
 from engine import deliver, loaders_of
 from mixing import mix_data, mixed
@@ -54,6 +54,28 @@ def test_a_chain_that_differs_is_found(data: Path) -> None:
         patch.setattr("chains.counted", lambda states: {"leaf": {"samples": len(states)}})
         with pytest.raises(DifferenceError, match="samples"):
             run_chain(data, chain)
+
+
+def test_a_ban_of_draws_that_some_lanes_have_made_splits_no_shared_buffer(data: Path) -> None:
+    """Lanes that saw a shared buffer before the ban and after it had drawn as much, but not the same."""
+    plain: dict[str, Any] = {"threads": 1, "prefetch": 1, "buffer_bytes": 1 << 30, "peeks": False, "order": 0}
+    ban = Event(after=7, kind="ban", given=["2", "00002", "15", "00015"], later=-1)
+    few = {"concat": [{"path": "./three", "filter": "number < 9 or number % 7 == 2"}, {"path": "./few"}]}
+    chain = dataclasses.replace(
+        drawn_chain(20261301, 365),
+        tree={"blend": [few | {"weight": 0.1}], "unit": "number + 1"},
+        settings={
+            "batch_size": 1,
+            "max_samples_per_sequence": None,
+            "shuffle_buffer_size": 0,
+            "packing_buffer_size": 5,
+        },
+        legs=(
+            Leg(ranks=4, workers=0, steps=7, passing="list", codec="plain", events=(ban,), **plain),
+            Leg(ranks=2, workers=0, steps=13, passing="list", codec="plain", **plain),
+        ),
+    )
+    assert run_chain(data, chain) == "same"
 
 
 def counts(states: list[Any]) -> list[Any]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from energon_bridge.core.order.choose import AnyBlend
 from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.pack_buffer import ByLength, Packing, PackRules, pack_rules
@@ -29,7 +31,8 @@ from energon_bridge.core.stream.state import Counts, LaneState, Stage, as_member
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int, int, bytes]
-"""The position of a buffer: packs dealt, draws, outputs taken of the current draw, and the references that wait."""
+"""The position of a buffer: packs dealt, draws, outputs taken of the current draw, and the references that wait, with
+what each leaf has drawn: lanes that saw it before a ban and after one may have drawn as much, but not the same."""
 
 
 @dataclass(slots=True)
@@ -177,7 +180,8 @@ class SharedBuffer:
 def key_of(state: LaneState) -> Key:
     """Return the position of the shared buffer in the state of a lane, or of the buffer itself."""
     waiting = state.held.only(Stage.BUFFER)
-    return state.dealt, state.draw, state.taken, waiting.rows.tobytes() + waiting.members.tobytes()
+    drawn = np.array((*state.leaf_draws, *(state.sums or [0] * len(state.leaf_draws))), dtype=np.int64)
+    return state.dealt, state.draw, state.taken, waiting.rows.tobytes() + waiting.members.tobytes() + drawn.tobytes()
 
 
 class SharedBuffers:

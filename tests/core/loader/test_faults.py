@@ -244,7 +244,7 @@ def test_a_sample_that_ends_its_worker_stops_the_run_by_name_if_the_policy_says_
     encoder = OnCommand(tmp_path, lambda: os._exit(3), "00003")
     with (
         closing(hanging_loader(data, encoder, error_policy=policy, watchdog_timeout_seconds=60)) as loader,
-        pytest.raises(FatalSampleError, match=r"sample 3, .*killed or hung its worker several times in a row"),
+        pytest.raises(FatalSampleError, match=r"sample 3: .*killed or hung its worker several times in a row"),
     ):
         for _ in islice(loader, 80):
             pass

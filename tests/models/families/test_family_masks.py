@@ -443,6 +443,12 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     assert ChatTemplateTaskEncoder(tokenizer, family, ChatConfig(chat_template=CHATML_TEMPLATE)).family is family
 
 
+@pytest.fixture
+def core_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings have the names of the core alone, whatever program an earlier test ran."""
+    monkeypatch.setattr("energon_bridge.core.errors._CALLED", {})
+
+
 NOTHING = (
     r"sample 'q': nothing to learn: seq_length=\d+ ends before the text to learn begins(, for it has no room for "
     r"image [12] of 2 \(4 tokens\))?; set seq_length to at least {needed} \({whole} for all of the sample\)$"
@@ -450,6 +456,7 @@ NOTHING = (
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+@pytest.mark.usefixtures("core_names")
 def test_a_cut_leaves_a_prefix_of_the_tokens_and_never_part_of_an_image(family: str) -> None:
     """At every length at which anything can be learned."""
     content = chat("<image>a", "bc", "d<image>", "ef", images=[picture(), picture()])
@@ -488,6 +495,7 @@ def test_samples_over_a_limit_are_dropped_or_stop_the_run(limit: str, policy: An
 
 
 @pytest.mark.parametrize("cut", [{"seq_length": 20}, {"max_num_images": 1, "over_limit": "truncate"}])
+@pytest.mark.usefixtures("core_names")
 def test_the_first_sample_that_is_cut_is_named(
     cut: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
