@@ -23,38 +23,35 @@ Alternative = tuple[str, tuple[str, ...]]
 
 
 class FieldMap:
-    """A compiled field map: call it with the decoded parts of a sample to get the values of the fields.
+    """A compiled field map: call it with the decoded parts of a sample to get the values of the fields."""
 
-    `getters` has each field with what takes its value from the parts, or raises KeyError.
-    """
-
-    __slots__ = ("_plain", "fields", "getters", "parts")
+    __slots__ = ("_getters", "_plain", "fields", "parts")
 
     def __init__(self, fields: Mapping[str, str], *, where: str = "field_map") -> None:
         """Compile `{field: access}`; raises FieldMapError naming `where` and the field if an access is malformed."""
         alternatives = {field: parse_access(access, where=where, field=field) for field, access in fields.items()}
         self.fields: dict[str, str] = dict(fields)
         self.parts: frozenset[str] = frozenset(part for options in alternatives.values() for part, _ in options)
-        self.getters = tuple((field, _compile(field, options)) for field, options in alternatives.items())
-        self._plain = all(type(getter) is itemgetter for _, getter in self.getters)
+        self._getters = tuple((field, _compile(field, options)) for field, options in alternatives.items())
+        self._plain = all(type(getter) is itemgetter for _, getter in self._getters)
 
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return {field: value}; raises FieldAccessError naming the field, its access and the parts of the sample."""
         try:
-            return {field: getter(parts) for field, getter in self.getters}
+            return {field: getter(parts) for field, getter in self._getters}
         except KeyError as error:
             raise self.missing(parts, parts) or error from None
 
     def columns(self, parts: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         """Return {field: values} of many samples by their parts; KeyError if a field is missing."""
         if self._plain:
-            return {field: getter(parts) for field, getter in self.getters}
+            return {field: getter(parts) for field, getter in self._getters}
         rows = [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
-        return {field: list(map(getter, rows)) for field, getter in self.getters}
+        return {field: list(map(getter, rows)) for field, getter in self._getters}
 
     def missing(self, parts: Mapping[str, Any], there: Iterable[str], *, where: str = "") -> FieldAccessError | None:
         """Return the error for the first field missing from `parts`; it names the file and all parts in `there`."""
-        for field, getter in self.getters:
+        for field, getter in self._getters:
             try:
                 getter(parts)
             except KeyError:

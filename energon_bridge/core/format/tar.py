@@ -65,9 +65,6 @@ try:
 except ImportError:  # it was not compiled
     _tar = None  # type: ignore[assignment]
 
-split_plain = None if _tar is None else _tar.split
-"""Splits a plain sample as `parse_sample` does, and returns None for others, which are left to `parse_members`."""
-
 BLOCK = 512
 HEAD = 256
 """Bytes of a member that are read with its headers: sizes of images stand there, but behind EXIF or a profile."""
@@ -125,13 +122,6 @@ def parse_sample(
     view = memoryview(data)
     if _tar is not None and (plain := _tar.split(view, parts)) is not None:
         return plain
-    return parse_members(view, where=where, parts=parts, follow=follow)
-
-
-def parse_members(
-    view: memoryview, *, where: str = "", parts: frozenset[str] | None = None, follow: Follow | None = None
-) -> tuple[str, dict[str, memoryview]]:
-    """Do what `parse_sample` does, also for what is not plain: one member after the other."""
     names = ("", "")
     contents = dict[str, memoryview]()
     for names, member in _members(len(view), lambda at: next_member(view, at, where=where, verify=False), where):

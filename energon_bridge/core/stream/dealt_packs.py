@@ -114,7 +114,7 @@ class SharedBuffer:
     def find(self, key: Key) -> Selection | None:
         """Return the selection from a position on; None if the buffer does not come to it."""
         while key not in self._found:
-            if key_of(self._at) != key and key[:3] <= key_of(self._at)[:3]:
+            if key[:3] <= progress_of(self._at) and key_of(self._at) != key:
                 return None
             self._select()
         return self._found[key]
@@ -177,11 +177,16 @@ class SharedBuffer:
         )
 
 
+def progress_of(state: LaneState) -> tuple[int, int, int]:
+    """Return how far a shared buffer has come, by the state of a lane or of the buffer itself."""
+    return state.dealt, state.draw, state.taken
+
+
 def key_of(state: LaneState) -> Key:
     """Return the position of the shared buffer in the state of a lane, or of the buffer itself."""
     waiting = state.held.only(Stage.BUFFER)
     drawn = np.array((*state.leaf_draws, *(state.sums or [0] * len(state.leaf_draws))), dtype=np.int64)
-    return state.dealt, state.draw, state.taken, waiting.rows.tobytes() + waiting.members.tobytes() + drawn.tobytes()
+    return *progress_of(state), waiting.rows.tobytes() + waiting.members.tobytes() + drawn.tobytes()
 
 
 class SharedBuffers:
@@ -214,7 +219,7 @@ class SharedBuffers:
             counts.add(selection.counts)
         packs = buffer.give(selection, turn)
         self._seen[lane] = selection.after
-        least = min(key_of(seen)[:3] for other, seen in self._seen.items() if other % self._streams == stream)
+        least = min(progress_of(seen) for other, seen in self._seen.items() if other % self._streams == stream)
         for each in self._buffers[stream]:
             each.forget(least)
         return packs, selection.after
@@ -233,9 +238,7 @@ class SharedBuffers:
             )
         sharing = [other for other in self._seen if other % self._streams == stream]
         turns = {other // self._streams for other in sharing}
-        seen = (
-            self._seen[lane] if buffers else min((self._seen[other] for other in sharing), key=lambda s: key_of(s)[:3])
-        )
+        seen = self._seen[lane] if buffers else min((self._seen[other] for other in sharing), key=progress_of)
         buffers.append(SharedBuffer(self._pipeline, self._blend, stream, seen, turns, self._reading))
         return self._found(stream, lane, key)
 

@@ -26,7 +26,7 @@ from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.dataset_config import fields_of
 from energon_bridge.core.format.join import JoinedDataset
 from energon_bridge.core.format.media import kind_by_name
-from energon_bridge.core.format.tar import parse_members, parse_sample, parse_samples, sources_of, split_plain
+from energon_bridge.core.format.tar import parse_sample, parse_samples, sources_of
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import ChatMLSample, CrudeSample, SourceInfo
@@ -179,7 +179,6 @@ class SampleParser(Parser):
         self._decode_into = getattr(decoder, "decode_into", None)
         self._keeps: Any = getattr(decoder, "keeps_unread", None)
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
-        self._getters = None if dataset.field_map is None else dataset.field_map.getters
         self._follow = follow_links(dataset.path)
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
@@ -342,15 +341,12 @@ class SampleParser(Parser):
             return raw.key, raw.parts
         if type(raw) is Unread:
             return raw.parts(wanted, self._keeps, self._follow)
-        view = memoryview(raw)
-        if split_plain is not None and (plain := split_plain(view, wanted)) is not None:
-            return plain
-        return parse_members(view, parts=wanted, follow=self._follow)
+        return parse_sample(raw, parts=wanted, follow=self._follow)
 
     def _sample(self, key: str, restore_key: SampleKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset
         subflavors = dict(dataset.subflavors)
-        if self._getters is None:
+        if dataset.field_map is None:
             meta = {
                 "__key__": key,
                 "__shard__": source.shard_name,
@@ -359,14 +355,11 @@ class SampleParser(Parser):
                 "__sources__": (source,),
             }
             return CrudeSample(meta | values)
-        try:
-            found = {field: getter(values) for field, getter in self._getters}
-        except KeyError:
-            found = dataset.field_map(values)  # which says what is missing
-        if "__key__" in found:
-            key = found.pop("__key__")
+        values = dataset.field_map(values)
+        if "__key__" in values:
+            key = values.pop("__key__")
         return dataset.sample_type(
-            __key__=key, __restore_key__=restore_key, __subflavors__=subflavors, __sources__=(source,), **found
+            __key__=key, __restore_key__=restore_key, __subflavors__=subflavors, __sources__=(source,), **values
         )
 
 

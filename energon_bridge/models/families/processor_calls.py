@@ -229,11 +229,11 @@ def _frames(video: VideoFrames) -> Any:
 
 
 class _Told(dict[str, Any]):
-    """Tokens that were told, in place of those that a tokenizer makes."""
+    """Known tokens, in place of what a tokenizer returns."""
 
     def char_to_token(self, row: int, place: int) -> int:
-        """Return the place in the text: Idefics 3 takes lengths of media from it, and of these only types of tokens,
-        which samples have.
+        """Return the place in the text. Idefics 3 measures media by it, but only for `mm_token_type_ids`, which are
+        dropped (`_DROPPED`).
         """
         return place
 
