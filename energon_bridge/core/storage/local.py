@@ -398,21 +398,33 @@ def cannot_write(path: str | os.PathLike[str], error: BaseException, doing: str 
 
 
 def no_room(error: BaseException, paths: Iterable[str | os.PathLike[str]], doing: str = "") -> StorageError | None:
-    """Return the error for an exception that came of a full disk, with the fullest of `paths`; None if it did not."""
+    """Return the error for an exception that came of a full disk; None if it did not.
+
+    It names the first of `paths` on the fullest of their disks.
+    """
     cause: BaseException | None = error
     while cause is not None and not _is_full(cause):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
     named = [name] if isinstance(name := getattr(cause, "filename", None), str) else []
-    return cannot_write(min(named or paths, key=lambda path: _free(path)[1]), cause, doing)
+    of_disks: dict[int, str | os.PathLike[str]] = {}  # what is free on one disk may change between two looks
+    for path in named or paths:
+        of_disks.setdefault(os.stat(_folder(path)).st_dev, path)
+    return cannot_write(min(of_disks.values(), key=lambda path: _free(path)[1]), cause, doing)
 
 
-def _free(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """Return the folder in which a path would be, or the nearest above it that is there, and the bytes free in it."""
+def _folder(path: str | os.PathLike[str]) -> str:
+    """Return the folder in which a path would be, or the nearest above it that is there."""
     folder = os.path.abspath(path)
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
+    return folder
+
+
+def _free(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """Return the nearest folder of a path that is there, and the bytes free in it."""
+    folder = _folder(path)
     found = os.statvfs(folder)
     return folder, found.f_bavail * found.f_frsize
 

@@ -106,7 +106,7 @@ class _LazyGroup(SuggestingGroup):
             raise click.ClickException(str(error)) from error
         except Exception as error:
             words = [word for word in reversed(ctx.meta.get(_WORDS, ())) if os.sep in word or os.path.exists(word)]
-            places = [*words, tempfile.gettempdir(), os.getcwd()]  # of equally full ones, the first is named
+            places = [*words, tempfile.gettempdir(), os.getcwd()]  # of those on one disk, the first is named
             full = no_room(error, places)
             if full is None or ctx.params.get("debug"):
                 raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import itertools
 import os
 import pickle
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from energon_bridge.core.errors import (
     ShortReadError,
     StorageError,
 )
-from energon_bridge.core.storage import ByteRange, LocalStore, OpenFiles, Store, open_store
+from energon_bridge.core.storage import ByteRange, LocalStore, OpenFiles, Store, no_room, open_store
 from energon_bridge.core.storage.ranges import RangeReader
 
 
@@ -251,3 +253,22 @@ def test_a_stream_reads_what_it_knows_from_memory(tmp_path: Path) -> None:
     assert (stream.tell(), stream.read(), stream.bytes_read) == (80, b"", 45)
     stream.seek(15)
     assert stream.read(10) == bytes(10)  # partly known: read as a whole
+
+
+def test_of_folders_on_one_disk_the_first_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others write meanwhile, so that each look finds less room."""
+    looks = itertools.count()
+    real = os.statvfs
+
+    def less(path: str) -> os.statvfs_result:
+        values = [*real(path)]
+        values[4] = 1000 - next(looks)  # f_bavail
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", less)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    said = str(no_room(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), [first / "out", second / "out"]))
+    assert said.startswith(f"{first}/out: cannot write")
+    assert f" {first} has " in said
