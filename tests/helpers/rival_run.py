@@ -4,9 +4,10 @@ Without arguments it reads them, a JSON list a line, runs each program in a fork
 and answers with a line: the exit code, the output and the errors.
 
 A process ends without the interpreter's own end, where that package (7.4.1) may hang: an unfinished iterator waits
-for a lock of the watchdog, whose thread is gone by then.
+for a lock of the watchdog, whose thread is gone by then. One that hangs before is ended and run again, twice at most.
 """
 
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -15,6 +16,9 @@ import runpy
 import sys
 import tempfile
 import traceback
+
+SECONDS = 120
+"""No program takes a tenth of it."""
 
 
 def run(arguments):
@@ -47,16 +51,26 @@ def serve():
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # its workers do not end by themselves: five seconds each
     gc.freeze()  # it collects garbage every few samples: not among all that was imported
     for line in sys.stdin:
-        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            process = os.fork()
-            if not process:
-                os.dup2(output.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-                run(json.loads(line))
-            code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-            output.seek(0)
-            errors.seek(0)
-            print(json.dumps([code, output.read(), errors.read()]), flush=True)  # noqa: T201
+        for _ in range(3):
+            code, output, errors = run_forked(json.loads(line))
+            if not errors.startswith("Timeout (") and "\nTimeout (" not in errors:
+                break
+        print(json.dumps([code, output, errors]), flush=True)  # noqa: T201
+
+
+def run_forked(arguments):
+    """Run a program in a fork; return its exit code, output and errors, which end with its stacks where it hung."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = os.fork()
+        if not process:
+            os.dup2(output.fileno(), 1)
+            os.dup2(errors.fileno(), 2)
+            faulthandler.dump_traceback_later(SECONDS, exit=True)
+            run(arguments)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        output.seek(0)
+        errors.seek(0)
+        return code, output.read(), errors.read()
 
 
 if __name__ == "__main__":
