@@ -95,6 +95,7 @@ def start_forked(function: Callable[[], Any]) -> Forked:
         os.close(writing)
         return Forked(pid, reading)
     os.close(reading)
+    _renew_thread_pool()
     try:
         answer = (True, function())
     except BaseException:
@@ -103,6 +104,12 @@ def start_forked(function: Callable[[], Any]) -> Forked:
         pipe.write(pickle.dumps(answer))
     # The interpreter's own exit would run what belongs to the test session.
     os._exit(0)
+
+
+def _renew_thread_pool() -> None:
+    """Give this fork its own pool of threads of torch: findings/torch_fork_threads_race_for_a_pool.sh."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def free_port() -> int:
@@ -220,6 +227,7 @@ def _become(
 ) -> None:
     """Be the program: in a fork, without what pytest has set up in this process."""
     os.setpgid(0, 0)
+    _renew_thread_pool()
     os.close(reading)
     os.dup2(writing, 1)
     os.dup2(writing if errors is None else errors, 2)
