@@ -176,7 +176,7 @@ def test_a_worker_that_cannot_speak_ends_the_run_if_that_is_asked_for(data: Path
     started = time.monotonic()
     with closing(loader), pytest.raises(HookTimeoutError, match=r"worker 0, unit 0: (?s:.)*encode_sample of .*sample"):
         next(iter(loader))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert not worker_pids()
 
 
