@@ -50,24 +50,11 @@ class EnergonConventions(Conventions):
     repeats: bool = False
 
     def order_of_pass(
-        self,
-        leaves: Sequence[PassLeaf],
-        *,
-        ranks: int,
-        workers: int,
-        rows: int,
-        drop_last: bool,
-        limit: int | None,
+        self, leaves: Sequence[PassLeaf], *, ranks: int, workers: int, rows: int, drop_last: bool, limit: int | None
     ) -> Dealt:
         """Return the order of ranks and workers."""
         return Dealt(
-            leaves,
-            ranks=ranks,
-            workers=workers,
-            rows=rows,
-            drop_last=drop_last,
-            limit=limit,
-            repeats=self.repeats,
+            leaves, ranks=ranks, workers=workers, rows=rows, drop_last=drop_last, limit=limit, repeats=self.repeats
         )
 
     def recorded(self, *, ranks: int, workers: int, limit: int | None) -> dict[str, Any]:

@@ -120,11 +120,7 @@ def _numbers(start: str, flat: Any, item: Callable[[Any], Any]) -> str:
     shown = (
         [repr(item(entry)) for entry in flat]
         if len(flat) <= 2 * _ENDS
-        else [
-            *(repr(item(entry)) for entry in flat[:_ENDS]),
-            "...",
-            *(repr(item(entry)) for entry in flat[-_ENDS:]),
-        ]
+        else [*(repr(item(entry)) for entry in flat[:_ENDS]), "...", *(repr(item(entry)) for entry in flat[-_ENDS:])]
     )
     return f"{start}, min={low}, max={high}, values=[{', '.join(shown)}])"
 

@@ -311,11 +311,7 @@ def declared_by_bridge(config: Any) -> Any:
 
 _BY_NAME: Mapping[str, Any] = {
     kind.__name__: kind
-    for kind in (
-        HFEnergonTaskEncoderConfig,
-        QwenVLEnergonTaskEncoderConfig,
-        NemotronOmniEnergonTaskEncoderConfig,
-    )
+    for kind in (HFEnergonTaskEncoderConfig, QwenVLEnergonTaskEncoderConfig, NemotronOmniEnergonTaskEncoderConfig)
 }
 
 

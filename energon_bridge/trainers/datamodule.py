@@ -577,10 +577,7 @@ class EnergonMultiModalDataModule(_Base):
         """Return how the data-parallel ranks balance their microbatches; None if they do not."""
         if self._balance is None and self.balance == "global_batch" and self.roles is None:
             self._balance = make_balance(
-                self.balance_cost,
-                pg_collection=self.pg_collection,
-                replica=self.replica,
-                data_group=self._mesh_group(),
+                self.balance_cost, pg_collection=self.pg_collection, replica=self.replica, data_group=self._mesh_group()
             )
         return self._balance
 

@@ -387,11 +387,7 @@ def _token_mean(
     logits = outputs["logits"].float()
     shifted = pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL).to(logits.device)
     total = cross_entropy(
-        logits.flatten(0, -2),
-        shifted.flatten(),
-        ignore_index=IGNORED_LABEL,
-        label_smoothing=smoothing,
-        reduction="sum",
+        logits.flatten(0, -2), shifted.flatten(), ignore_index=IGNORED_LABEL, label_smoothing=smoothing, reduction="sum"
     )
     count = (shifted != IGNORED_LABEL).sum()
     if router_weight and (of_routers := outputs.get("aux_loss")) is not None:

@@ -47,13 +47,7 @@ from energon_bridge.training.presets import ModelBundle
 with optional_packages():
     from lightning.pytorch import LightningModule
 
-__all__ = [
-    "VisionLanguageModule",
-    "check_packing",
-    "record_losses",
-    "sequence_inputs",
-    "takes_mrope",
-]
+__all__ = ["VisionLanguageModule", "check_packing", "record_losses", "sequence_inputs", "takes_mrope"]
 
 
 def record_losses(feedback: MixFeedback, batch: MultiModalBatch, losses: Tensor) -> None:

@@ -455,11 +455,7 @@ def _save(parts: Iterable[Any], folder: Path) -> None:
 
 @optional_packages()
 def load_model(
-    name_or_path: str,
-    *,
-    init: str,
-    image_tokens_per_image: int | None = None,
-    attn_implementation: str | None = None,
+    name_or_path: str, *, init: str, image_tokens_per_image: int | None = None, attn_implementation: str | None = None
 ) -> ModelBundle:
     """Load model, tokenizer and image processor; the weights in float32, whatever precision they are stored in.
 

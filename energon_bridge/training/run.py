@@ -21,11 +21,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from energon_bridge.core.errors import (
-    ConfigurationError,
-    EnergonError,
-    optional_packages,
-)
+from energon_bridge.core.errors import ConfigurationError, EnergonError, optional_packages
 from energon_bridge.tools.report.callback import RunReport
 from energon_bridge.trainers.feedback import MixFeedback
 from energon_bridge.trainers.lightning import MixFeedbackCallback
@@ -172,9 +168,7 @@ def _build_trainer(
     validation = config.validation
     metrics = run_dir / "metrics.jsonl"
     reporter = ProgressReporter(
-        metrics,
-        log_interval=config.train.log_interval,
-        save_interval=config.checkpoint.interval,
+        metrics, log_interval=config.train.log_interval, save_interval=config.checkpoint.interval
     )
     report = RunReport(
         run_dir / "report.html",

@@ -14,12 +14,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from energon_bridge.core.datasets import get_train_dataset, get_val_dataset
-from energon_bridge.core.errors import (
-    ConfigurationError,
-    EnergonError,
-    UnknownArgumentError,
-    did_you_mean,
-)
+from energon_bridge.core.errors import ConfigurationError, EnergonError, UnknownArgumentError, did_you_mean
 from energon_bridge.core.loader.bans import load_keys
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.stream.policy import ErrorPolicy

@@ -15,10 +15,7 @@ import torch
 from energon_bridge.core.datasets import get_loader, get_val_dataset
 from energon_bridge.core.encoder.decoder import SampleDecoder
 from energon_bridge.core.encoder.task_encoder import TaskEncoder
-from energon_bridge.core.errors import (
-    ConfigurationError,
-    did_you_mean,
-)
+from energon_bridge.core.errors import ConfigurationError, did_you_mean
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.models.conversations.conversation import ChatSample, read_conversation

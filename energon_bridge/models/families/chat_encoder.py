@@ -52,12 +52,7 @@ from energon_bridge.models.conversations.sample_encoders import (
     sample_key,
 )
 from energon_bridge.models.conversations.segments import MediaOptions
-from energon_bridge.models.conversations.sequences import (
-    MultiModalSample,
-    count_truncated,
-    finished,
-    nothing_learned,
-)
+from energon_bridge.models.conversations.sequences import MultiModalSample, count_truncated, finished, nothing_learned
 from energon_bridge.models.conversations.templates import RunDay, control_tokens
 from energon_bridge.models.families.known_families import family_of, load_pretrained
 from energon_bridge.models.families.llava import FixedTokenFamily, TiledFamily
@@ -269,11 +264,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
 
     @classmethod
     def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        config: ChatConfig | None = None,
-        *,
-        packer: Packer[PreparedSample] | None = None,
+        cls, name_or_path: str | Path, config: ChatConfig | None = None, *, packer: Packer[PreparedSample] | None = None
     ) -> Self:
         """Return the encoder for a model in a folder or on the hub.
 

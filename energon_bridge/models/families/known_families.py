@@ -80,10 +80,7 @@ def _check_pinpoints(of_model: Sequence[Sequence[int]], image_processor: Any) ->
 
 def _video_bounds(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     size = config.get("size") or {}
-    return (
-        config.get("min_pixels") or size.get("shortest_edge"),
-        config.get("max_pixels") or size.get("longest_edge"),
-    )
+    return (config.get("min_pixels") or size.get("shortest_edge"), config.get("max_pixels") or size.get("longest_edge"))
 
 
 # Loading --------------------------------------------------------------------------------------------------------------
@@ -146,11 +143,7 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
         if model_type not in NATIVE:
             processor = AutoProcessor.from_pretrained(name_or_path)
             family = ProcessorFamily(processor=processor, model_config=model_config)
-            return Pretrained(
-                tokenizer=processor.tokenizer,
-                family=family,
-                chat_template=family.chat_template,
-            )
+            return Pretrained(tokenizer=processor.tokenizer, family=family, chat_template=family.chat_template)
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
     except ImportError as error:

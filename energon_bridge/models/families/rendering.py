@@ -14,18 +14,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from energon_bridge.core.errors import ConfigurationError, SampleError
-from energon_bridge.models.conversations.conversation import (
-    Document,
-    Kind,
-    split_places,
-)
+from energon_bridge.models.conversations.conversation import Document, Kind, split_places
 from energon_bridge.models.conversations.rendering import ChatRenderer, TextPiece, media_text
-from energon_bridge.models.conversations.templates import (
-    ChatTemplate,
-    RunDay,
-    check_markers,
-    template_source,
-)
+from energon_bridge.models.conversations.templates import ChatTemplate, RunDay, check_markers, template_source
 from energon_bridge.models.conversations.texts import as_array, is_fast, tokenize, tokens_with_places
 from energon_bridge.models.families.vision import AUDIO_TYPE, IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Plan, PlanningFamily
 

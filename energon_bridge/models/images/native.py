@@ -16,14 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from energon_bridge.core.errors import SampleError
-from energon_bridge.models.images.pixels import (
-    MadePixels,
-    PixelDtype,
-    Profile,
-    alpha_for,
-    program_of,
-    say_called,
-)
+from energon_bridge.models.images.pixels import MadePixels, PixelDtype, Profile, alpha_for, program_of, say_called
 from energon_bridge.models.images.programs import Program, UndrawnError
 from energon_bridge.models.images.visual import as_pil
 

@@ -36,14 +36,7 @@ from energon_bridge.core.samples.stacking import lent
 from energon_bridge.core.samples.streaming import LARGE
 from energon_bridge.models.images.resampling import PixelLayout, bits_of, look_up, resample_as_torch, values_in
 
-__all__ = [
-    "center_crop",
-    "horizontal_flip",
-    "normalise",
-    "random_horizontal_flip",
-    "random_resized_crop",
-    "resize",
-]
+__all__ = ["center_crop", "horizontal_flip", "normalise", "random_horizontal_flip", "random_resized_crop", "resize"]
 
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
 _SMOOTH = ("bilinear", "bicubic")
@@ -302,11 +295,7 @@ def _flipped(pixels: Tensor) -> Tensor:
 
 
 def _random_part(
-    height: int,
-    width: int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-    generator: torch.Generator | None,
+    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], generator: torch.Generator | None
 ) -> tuple[int, int, int, int]:
     """Return top, left, height and width of a random part. Source: torchvision's `RandomResizedCrop`."""
     low = math.log(ratio[0])

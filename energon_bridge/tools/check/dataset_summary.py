@@ -261,8 +261,7 @@ def _media(index: sqlite3.Connection) -> dict[str, MediaNumbers]:
         for name in _MEDIA_NUMBERS.get(kind, ()):
             value = f"json_extract(metadata_json, '$.{name}')"
             least, most, total = index.execute(
-                f"SELECT min({value}), max({value}), sum({value}) FROM media_metadata WHERE metadata_type = ?",
-                (kind,),
+                f"SELECT min({value}), max({value}), sum({value}) FROM media_metadata WHERE metadata_type = ?", (kind,)
             ).fetchone()
             if least is not None:
                 ranges[name] = (least, most)
@@ -294,11 +293,7 @@ def _summarize_foreign(foreign: ForeignFormat, path: str | os.PathLike[str]) -> 
         sample_type=first.sample_type.__name__,
         field_map=dict(first.fields),
         parts=tuple(
-            PartSummary(
-                name=part.split_part or "all",
-                num_shards=len(part.shard_names),
-                num_samples=part.num_samples,
-            )
+            PartSummary(name=part.split_part or "all", num_shards=len(part.shard_names), num_samples=part.num_samples)
             for part in parts
         ),
     )

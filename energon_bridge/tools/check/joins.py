@@ -38,11 +38,7 @@ def mix_joins(path: str) -> list[tuple[str, JoinRef]]:
 
 
 def prepare_join(
-    join: JoinRef,
-    *,
-    num_workers: int = 1,
-    trust_remote_code: bool = False,
-    progress: Progress = unseen,
+    join: JoinRef, *, num_workers: int = 1, trust_remote_code: bool = False, progress: Progress = unseen
 ) -> PreparedJoin:
     """Look up the rows of a join, unless its index exists; the joiner is not needed.
 

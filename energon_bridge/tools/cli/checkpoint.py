@@ -26,11 +26,7 @@ from energon_bridge.tools.cli.output import (
     print_table,
 )
 
-_KINDS = {
-    "train": "training, endless",
-    "passes": "training, pass by pass",
-    "finite": "validation",
-}
+_KINDS = {"train": "training, endless", "passes": "training, pass by pass", "finite": "validation"}
 _COUNTS = ("samples", "skipped", "errors", "excluded")
 _MAX_SHOWN = 16
 

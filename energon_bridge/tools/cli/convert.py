@@ -184,13 +184,7 @@ def command(
         answer = None if sample_type is not None else _given_fields(fields).get("answers")
         is_numbered = keys == "number"
         opened = open_source(
-            source,
-            kind=kind,
-            media=media,
-            numbered=is_numbered,
-            num_workers=num_workers,
-            prompt=prompt,
-            answer=answer,
+            source, kind=kind, media=media, numbered=is_numbered, num_workers=num_workers, prompt=prompt, answer=answer
         )
         if answer is not None and getattr(opened, "prompt", None) is not None:
             fields = tuple(text for text in fields if not text.startswith("answers="))

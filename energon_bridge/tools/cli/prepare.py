@@ -292,13 +292,7 @@ def _split_rule(
 
 
 def _dataset_yaml(
-    store: Store,
-    first_shard: str,
-    name: str,
-    sample_type: str | None,
-    field_map: str | None,
-    *,
-    non_interactive: bool,
+    store: Store, first_shard: str, name: str, sample_type: str | None, field_map: str | None, *, non_interactive: bool
 ) -> bytes | None:
     """Return the content of the dataset.yaml to write; None keeps the existing one."""
     fields = parse_field_map(field_map) if field_map is not None else None

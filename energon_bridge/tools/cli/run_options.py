@@ -61,10 +61,7 @@ run_options = added(
     click.option("--seed", default=0, show_default=True, help="Seed of the run."),
     click.option("--shuffle-buffer-size", type=_COUNT, default=100, show_default=True),
     click.option(
-        "--max-samples-per-sequence",
-        type=_COUNT,
-        default=None,
-        help="Most samples in a slice.  [default: none]",
+        "--max-samples-per-sequence", type=_COUNT, default=None, help="Most samples in a slice.  [default: none]"
     ),
     click.option("--parallel-shard-iters", type=_POSITIVE, default=16, show_default=True),
     click.option("--shuffle-over-epochs", type=int, default=1, show_default=True, help="Epochs shuffled as one."),
@@ -150,12 +147,7 @@ def read_state(files: Sequence[str], world_size: int | None) -> tuple[State, int
     return merge(states), world_size or (max(size for _, size in ranks) if ranks else 1)
 
 
-def open_run(
-    source: Sequence[str],
-    options: dict[str, Any],
-    *,
-    by_step: bool = True,
-) -> tuple[Run, list[str]]:
+def open_run(source: Sequence[str], options: dict[str, Any], *, by_step: bool = True) -> tuple[Run, list[str]]:
     """Return the run that a mix with options, or saved states, describe, and notes on it.
 
     Args:

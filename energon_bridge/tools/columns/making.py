@@ -235,11 +235,7 @@ def _column_task(
 
 
 def _rows(
-    dataset: PreparedDataset,
-    compute: Callable[[int], _Rows],
-    folder: str | None,
-    find_only: bool,
-    shard: int,
+    dataset: PreparedDataset, compute: Callable[[int], _Rows], folder: str | None, find_only: bool, shard: int
 ) -> _Rows | None:
     """Return the columns of a shard that an earlier run kept in `folder`, or compute them; None with `find_only`."""
     if folder is None:

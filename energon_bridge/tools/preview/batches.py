@@ -332,10 +332,7 @@ class TokenNames:
 
 
 def _token_rows(
-    get: Callable[[str], Any],
-    names: TokenNames,
-    valid: Sequence[bool],
-    members: Sequence[list[SampleKey]],
+    get: Callable[[str], Any], names: TokenNames, valid: Sequence[bool], members: Sequence[list[SampleKey]]
 ) -> Iterator[ShownRow]:
     """Yield the rows of a batch of tokens; `members` are the samples of each row, `valid` says which rows are real."""
     tokens, labels, losses = (_rows(get(name)) for name in ("tokens", "labels", "loss_mask"))

@@ -48,12 +48,7 @@ class CostWarmup:
     """
 
     def __init__(
-        self,
-        start: BatchCost | None = None,
-        *,
-        steps: int = 50,
-        skip: int = 5,
-        group: dist.ProcessGroup | None = None,
+        self, start: BatchCost | None = None, *, steps: int = 50, skip: int = 5, group: dist.ProcessGroup | None = None
     ) -> None:
         if steps < 1 or skip < 0:
             raise ConfigurationError(f"CostWarmup: steps={steps} must be at least 1, and skip={skip} at least 0")

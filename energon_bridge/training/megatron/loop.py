@@ -79,11 +79,7 @@ from energon_bridge.training.megatron.step import (
 )
 from energon_bridge.training.module import record_losses
 from energon_bridge.training.presets import ModelBundle
-from energon_bridge.training.run import (
-    RunResult,
-    main_rank_first,
-    report_title,
-)
+from energon_bridge.training.run import RunResult, main_rank_first, report_title
 from energon_bridge.training.run_data import build_data_module, build_feedback, withdraw
 from energon_bridge.training.run_folder import discard_replaced, kept_description, prepare_run_dir
 from energon_bridge.training.run_model import load_bundle
@@ -248,11 +244,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
 
 
 def _step(
-    training: Training,
-    batches: Sequence[MultiModalBatch],
-    step: int,
-    record: RecordLosses | None,
-    times: Path | None,
+    training: Training, batches: Sequence[MultiModalBatch], step: int, record: RecordLosses | None, times: Path | None
 ) -> tuple[Tensor, float]:
     """Run a step of the optimizer; return what `train_step` does. Its time is added to a file, if one is given."""
     started = clock() if times is not None else 0.0

@@ -150,11 +150,7 @@ class Llava(LLaVAModel):
                 embedded = embedded[own.to(embedded.device)]
             embedded = embedded.contiguous()
         output: Tensor = self.language_model(
-            input_ids=None,
-            position_ids=None,
-            attention_mask=attention_mask,
-            decoder_input=embedded,
-            labels=labels,
+            input_ids=None, position_ids=None, attention_mask=attention_mask, decoder_input=embedded, labels=labels
         )
         return output
 
