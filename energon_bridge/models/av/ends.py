@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import BinaryIO
 
@@ -22,19 +23,26 @@ _FIRST_PAGE, _LAST_PAGE = 2, 4
 """Flags of a page: it begins a stream, it ends one."""
 
 
+@contextmanager
+def kept_place(file: BinaryIO) -> Iterator[int]:
+    """Yield the size of a file, and leave it at the position at which it was: its container reads on from there."""
+    here = file.tell()
+    try:
+        yield file.seek(0, io.SEEK_END)
+    finally:
+        file.seek(here)
+
+
 def what_is_there(file: BinaryIO, form: str) -> str | None:
     """Return how much of a cut-off file is there, as text; None if it is whole, or if its headers claim no size.
 
     `form` is FFmpeg's name of the format. The position in the file is restored.
     """
-    here = file.tell()
-    size = file.seek(0, io.SEEK_END)
-    try:
-        end = next((read(file, size) for name, read in _READERS.items() if name in form.split(",")), None)
-    except struct.error:  # the header itself is cut off
-        end = size + 1
-    finally:
-        file.seek(here)
+    with kept_place(file) as size:
+        try:
+            end = next((read(file, size) for name, read in _READERS.items() if name in form.split(",")), None)
+        except struct.error:  # the header itself is cut off
+            end = size + 1
     if end is None or end <= size:
         return None
     return f"{size} bytes, but not its last page" if form == "ogg" else f"{size} of {end} bytes"
@@ -58,14 +66,9 @@ def with_size(file: BinaryIO) -> BinaryIO:
 
     Only AIFF, Wave64 and RF64 need that: FFmpeg reads their 0 as no sound at all, or does not open the file.
     """
-    here = file.tell()
-    size = file.seek(0, io.SEEK_END)
-    try:
+    patches: dict[int, bytes] = {}
+    with kept_place(file) as size, suppress(struct.error):  # the header itself may be cut off
         patches = _true_sizes(file, size)
-    except struct.error:  # the header itself is cut off
-        patches = {}
-    finally:
-        file.seek(here)
     return _PatchedFile(file, patches) if patches else file  # type: ignore[return-value]
 
 
@@ -118,43 +121,45 @@ class _PatchedFile(io.RawIOBase):
         return data
 
 
+def _chunks(
+    file: BinaryIO, size: int, at: int, form: str, whole: Callable[[int], int]
+) -> Iterator[tuple[int, bytes, int]]:
+    """Yield offset, name and claimed length of each chunk from an offset on.
+
+    `form` is that of a chunk's header, and `whole` makes of the length the bytes from one header to the next.
+    """
+    head = struct.calcsize(form)
+    while at + head <= size:
+        name, length = struct.unpack(form, _read(file, at, head))
+        yield at, name, length
+        at += whole(length)
+
+
+def _even(length: int) -> int:
+    """Return the bytes of a chunk of RIFF or AIFF with its header; they are padded to an even length."""
+    return 8 + length + length % 2
+
+
 def _chunk(file: BinaryIO, size: int, wanted: bytes, form: str) -> int:
     """Return the offset of the first chunk of that name in RIFF or AIFF, whose own header has 12 bytes; 0: none."""
-    at = 12
-    while at + 8 <= size:
-        name, length = struct.unpack(form, _read(file, at, 8))
-        if name == wanted:
-            return at
-        at += 8 + length + length % 2  # chunks are padded to an even length
-    return 0
+    return next((at for at, name, _ in _chunks(file, size, 12, form, _even) if name == wanted), 0)
 
 
 def _data_of_wave64(file: BinaryIO, size: int) -> int:
-    at = 40
-    while at + 24 <= size:
-        name, length = struct.unpack("<16sQ", _read(file, at, 24))
-        if name.startswith(b"data"):
-            return at
-        at += max(24, -(-length // 8) * 8)
-    return 0
+    chunks = _chunks(file, size, 40, "<16sQ", lambda length: max(24, -(-length // 8) * 8))
+    return next((at for at, name, _ in chunks if name.startswith(b"data")), 0)
 
 
 def _end_of_wave(file: BinaryIO, size: int) -> int | None:
-    order = "<"
+    order = ">" if _read(file, 0, 4) == b"RIFX" else "<"
     large = 0
-    at = 12
-    file.seek(0)
-    if file.read(4) == b"RIFX":
-        order = ">"
-    while at + 8 <= size:
-        name, length = struct.unpack(order + "4sI", _read(file, at, 8))
+    for at, name, length in _chunks(file, size, 12, order + "4sI", _even):
         if name == b"ds64":
             (large,) = _unpack(file, at + 16, "<Q")
         if name == b"data":
             length = large if large and length == 0xFFFFFFFF else 0 if _is_unknown(length) else length
             # Some programs write the size of the file here, with or without its own eight bytes.
             return at + 8 + length if length not in (0, size, size - 8) else None
-        at += 8 + length + length % 2
     return None
 
 
@@ -173,13 +178,9 @@ def _end_of_aiff(file: BinaryIO, size: int) -> int | None:
 
 
 def _end_of_caf(file: BinaryIO, size: int) -> int | None:
-    at = 8
-    while at + 12 <= size:
-        name, length = struct.unpack(">4sq", _read(file, at, 12))
-        if name == b"data":
-            return None if length < 0 else at + 12 + length
-        at += 12 + max(0, length)
-    return None
+    chunks = _chunks(file, size, 8, ">4sq", lambda length: 12 + max(0, length))
+    ends = (None if length < 0 else at + 12 + length for at, name, length in chunks if name == b"data")
+    return next(ends, None)
 
 
 def _end_of_au(file: BinaryIO, size: int) -> int | None:
@@ -316,11 +317,8 @@ def chained(file: BinaryIO) -> list[tuple[int, int]]:
 
     A file that is not in memory is read only if its last page belongs to no stream of its beginning.
     """
-    here = file.tell()
-    size = file.seek(0, io.SEEK_END)
-    try:
-        in_memory = size <= _SMALL
-        if not in_memory:
+    with kept_place(file) as size:
+        if size > _SMALL:
             opening = takewhile(lambda page: page[1] & _FIRST_PAGE, _pages(_read(file, 0, 2 * _MOST_PAGE)))
             first = {serial for _, _, serial, _ in opening}
             last = [serial for _, _, serial, _ in _pages(_read(file, max(0, size - 2 * _MOST_PAGE), size))]
@@ -333,8 +331,6 @@ def chained(file: BinaryIO) -> list[tuple[int, int]]:
             if is_first and not was_first:
                 begins.append(at)
             was_first = is_first
-    finally:
-        file.seek(here)
     return list(zip(begins, [*begins[1:], size], strict=True)) if begins else [(0, size)]
 
 

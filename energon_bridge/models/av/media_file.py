@@ -17,7 +17,7 @@ import numpy as np
 
 from energon_bridge.core.errors import ConfigurationError, DecodeError, EnergonError
 from energon_bridge.core.samples import edataclass
-from energon_bridge.models.av.ends import chained, size_of_id3, what_is_there, with_size
+from energon_bridge.models.av.ends import chained, kept_place, size_of_id3, what_is_there, with_size
 
 if TYPE_CHECKING:
     import torch
@@ -78,17 +78,8 @@ class MediaFile:
     """
 
     __slots__ = (
-        "_is_whole",
-        "audio",
-        "container",
-        "file",
-        "fresh",
-        "is_endless",
-        "is_moved",
-        "is_pcm_wave",
-        "name",
-        "size",
-        "video",
+        *("_is_whole", "audio", "container", "file", "fresh"),
+        *("is_endless", "is_moved", "is_pcm_wave", "name", "size", "video"),
     )
 
     def __init__(self, file: BinaryIO, name: str, head: bytes = b"") -> None:
@@ -253,10 +244,9 @@ def is_estimate(media: MediaFile) -> bool:
     form = media.container.format.name
     if form != "mp3":
         return form in ("aac", "amr", "gsm")
-    here = file.tell()  # the container reads on from there
-    file.seek(size_of_id3(file))
-    frame = file.read(64)
-    file.seek(here)
+    with kept_place(file):
+        file.seek(size_of_id3(file))
+        frame = file.read(64)
     return not any(name in frame for name in (b"Xing", b"Info", b"VBRI"))
 
 
@@ -271,11 +261,9 @@ def has_all_packets(media: MediaFile) -> bool:
     """Return whether headers show that the file is not cut off: an MP4's index, or the size that an AVI gives."""
     file = media.file
     form = media.container.format.name
-    here = file.tell()  # the container reads on from there
-    size = file.seek(0, io.SEEK_END)
-    file.seek(4)
-    end = int.from_bytes(file.read(4), "little") + 8
-    file.seek(here)
+    with kept_place(file) as size:
+        file.seek(4)
+        end = int.from_bytes(file.read(4), "little") + 8
     if "mp4" in form:
         end = max((one.pos + one.size for one in media.stream("video").index_entries), default=size + 1)
     return end <= size and ("mp4" in form or "avi" in form)

@@ -7,7 +7,7 @@ one to ignore.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -270,19 +270,22 @@ def with_norm(batch: MultiModalBatch, norm: Tensor | None) -> MultiModalBatch:
 
 
 def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:
-    """Stack token types, (B, S), and M-RoPE positions, (3, B, S), of samples or packs; None if no row has them.
+    """Stack token types, (B, S), and M-RoPE positions, (3, B, S), of samples or packs; None if no row has them."""
+    return optional_inputs(rows, lambda parts: pad_rows(parts, length, 0))
 
-    A row without them among others that have some (a text among images) gets those of a text.
+
+def optional_inputs(rows: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Any]:
+    """Return token types and M-RoPE positions of samples or packs, put together by `join`; None if no row has them.
+
+    A row without them among others that have some (a text among images) gets those of a text. `join` pads with 0.
     """
     out: dict[str, Any] = {"mm_token_type_ids": None, "mrope_position_ids": None}
     if any(row.mm_token_type_ids is not None for row in rows):
         types = [row.tokens.new_zeros(0) if row.mm_token_type_ids is None else row.mm_token_type_ids for row in rows]
-        out["mm_token_type_ids"] = pad_rows(types, length, 0)
+        out["mm_token_type_ids"] = join(types)
     if any(row.mrope_position_ids is not None for row in rows):
         positions = [mrope_of(row) for row in rows]
-        out["mrope_position_ids"] = batch_stack(
-            [pad_rows([row[axis] for row in positions], length, 0) for axis in range(3)]
-        )
+        out["mrope_position_ids"] = batch_stack([join([row[axis] for row in positions]) for axis in range(3)])
     return out
 
 

@@ -71,8 +71,13 @@ class FixedTokenFamily:
         return ""
 
     def plan_image(self, width: int, height: int) -> Plan:
-        """Return the plan of any image."""
-        return Plan(kind="image", placeholder=self.image_token, text=self.image_token, runs=(self.image_tokens,))
+        """Return the plan of an image."""
+        tokens = self._tokens(height, width)
+        return Plan(kind="image", placeholder=self.image_token, text=self.image_token, runs=(tokens,))
+
+    def _tokens(self, height: int, width: int) -> int:
+        """Return the tokens of an image of a size."""
+        return self.image_tokens
 
     def plan_video(self, video: VideoFrames) -> Plan:
         """Raise SampleError: videos are not supported."""
@@ -80,14 +85,16 @@ class FixedTokenFamily:
 
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
         """Return the processed images, joined along dimension 0."""
-        processed = [
-            process_image(self.image_processor, image, self.path, getattr(torch, self.pixels_dtype)) for image in images
-        ]
+        processed = self._processed(images)
         if self.patch_size is not None:
             check_tokens(
                 [_patches(one["pixel_values"], self.patch_size) + self.extra_tokens for one in processed], plans
             )
         return concat_visual(processed)
+
+    def _processed(self, images: Sequence[Any]) -> list[dict[str, Tensor]]:
+        dtype = getattr(torch, self.pixels_dtype)
+        return [process_image(self.image_processor, image, self.path, dtype) for image in images]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,16 +109,9 @@ class TiledFamily(FixedTokenFamily):
     resolutions: tuple[tuple[int, int], ...]
     tile: tuple[int, int]
 
-    def plan_image(self, width: int, height: int) -> Plan:
-        return Plan(
-            kind="image", placeholder=self.image_token, text=self.image_token, runs=(self._tokens(height, width),)
-        )
-
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
         """Return `pixel_values`, padded to the image with the most tiles, and `image_sizes`."""
-        processed = [
-            process_image(self.image_processor, image, self.path, getattr(torch, self.pixels_dtype)) for image in images
-        ]
+        processed = self._processed(images)
         check_tokens([self._tokens(*one["image_sizes"][0].tolist()) for one in processed], plans)
         return concat_visual(processed)
 

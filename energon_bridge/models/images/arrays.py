@@ -11,7 +11,7 @@ import logging
 import math
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -73,7 +73,8 @@ def _array(file: Any, size: int) -> np.ndarray:
         raise
 
 
-def _pth(data: bytes) -> Any:
+def read_pth(data: bytes) -> Any:
+    """Return what `torch.save` has written, on the CPU, without running code in it."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -120,14 +121,9 @@ def _tenbin(data: bytes) -> list[np.ndarray]:
     return tenbin.decode_list(chunks)
 
 
-def _msgpack(data: bytes) -> Any:
-    library = _first_installed("msgpack")
-    return library.unpackb(data) if library else data
-
-
-def _cbor(data: bytes) -> Any:
-    library = _first_installed("cbor2", "cbor")
-    return library.loads(data) if library else data
+def _by_library(data: bytes, reader: str, packages: Sequence[str]) -> Any:
+    library = _first_installed(*packages)
+    return getattr(library, reader)(data) if library else data
 
 
 @cache
@@ -143,11 +139,11 @@ def _first_installed(*packages: str) -> ModuleType | None:
 
 _CODECS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("ten", "tb"), _tenbin),
-    **dict.fromkeys(("mp", "msg"), _msgpack),
-    "cbor": _cbor,
+    **dict.fromkeys(("mp", "msg"), partial(_by_library, reader="unpackb", packages=("msgpack",))),
+    "cbor": partial(_by_library, reader="loads", packages=("cbor2", "cbor")),
     "npy": _npy,
     "npz": _npz,
-    "pth": _pth,
+    "pth": read_pth,
     "safetensors": _safetensors,
 }
 """By extension; `core/encoder/decoder.py` has their names."""

@@ -8,12 +8,13 @@ follows from the rank: (images, channels, height, width), patches (n, channels x
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from energon_bridge.core.samples.sample import meta_field
 
 
 def normalise_on_device(batch: Any, device: Any = None, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -35,21 +36,14 @@ def normalise_on_device(batch: Any, device: Any = None, *, dtype: torch.dtype = 
         device: Device to copy the pixels to, as bytes, first; None: they stay where they are.
         dtype: The dtype of the result.
     """
-    if isinstance(batch, dict):
-        if batch.get("pixel_norm") is None:
-            return batch
-        fields: Mapping[str, Any] = batch
-    elif getattr(batch, "pixel_norm", None) is None:
+    norm, pixels, extra = (meta_field(batch, name) for name in ("pixel_norm", "pixel_values", "visual_inputs"))
+    if norm is None:
         return batch
-    else:
-        fields = {name: getattr(batch, name, None) for name in ("pixel_values", "visual_inputs", "pixel_norm")}
-    norm = fields["pixel_norm"]
-    extra = fields.get("visual_inputs")
     around = _entries(extra)
     mask = around.get("pixel_attention_mask")
     changed: dict[str, Any] = {"pixel_norm": None}
-    if isinstance(fields.get("pixel_values"), Tensor):
-        changed["pixel_values"] = _normalised(fields["pixel_values"], norm, mask, device, dtype)
+    if isinstance(pixels, Tensor):
+        changed["pixel_values"] = _normalised(pixels, norm, mask, device, dtype)
     inner = {
         name: _normalised(value, norm, mask, device, dtype)
         for name, value in around.items()
@@ -58,8 +52,7 @@ def normalise_on_device(batch: Any, device: Any = None, *, dtype: torch.dtype = 
     if inner:
         changed["visual_inputs"] = {**extra, **inner} if isinstance(extra, dict) else replace(cast(Any, extra), **inner)
     if isinstance(batch, dict):
-        rest = {name: value for name, value in (batch | changed).items() if name != "pixel_norm"}
-        return rest
+        return {name: value for name, value in (batch | changed).items() if name != "pixel_norm"}
     return replace(batch, **changed)
 
 

@@ -28,7 +28,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral
@@ -54,7 +53,7 @@ from energon_bridge.core.format.media import (
 )
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import streaming
-from energon_bridge.core.samples.stacking import UNALIGNED, Slab
+from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.images.jpeg import (
     ON_ITS_SIDE,
@@ -65,6 +64,7 @@ from energon_bridge.models.images.jpeg import (
     jpeg_profile,
     plain_jpeg,
 )
+from energon_bridge.models.images.resampling import thread_buffer
 
 # An image over the limit is an error that names it; Pillow's warning, of the same limit, names nothing.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
@@ -117,7 +117,6 @@ _PILLOW_FORMATS = [
 
 _MOST_SCRATCH = 1 << 19
 """Images of up to this many bytes are decoded into a buffer that stays in the cache."""
-_SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", default=None)
 # libjpeg-turbo's colours of CMYK JPEGs differ from Pillow's.
 _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
 
@@ -334,7 +333,9 @@ def decode_rows(
     decode = simplejpeg.decode_jpeg
     write = streaming.divide if form.scaled else streaming.copy
     # The rows of a slab have one size.
-    scratch = _scratch(turns[0][4].size) if turns and _by_scratch(form, turns[0][4].size) else None
+    size_of_row = turns[0][4].size if turns else 0
+    by_scratch = form.scaled or (streaming.STREAMS and size_of_row <= _MOST_SCRATCH)
+    scratch = thread_buffer(size_of_row) if turns and by_scratch else None
     for number, name, data, size, array, tensor in turns:
         if turn is not None:
             turn(number)
@@ -348,20 +349,6 @@ def decode_rows(
         decoded[number] = name, tensor
     slab.fitted(len(decoded), misfits)
     return decoded
-
-
-def _by_scratch(form: ImageForm, size: int) -> bool:
-    """Return whether to decode an image of `size` bytes into this thread's buffer, and copy it from there."""
-    return form.scaled or (streaming.STREAMS and size <= _MOST_SCRATCH)
-
-
-def _scratch(size: int) -> np.ndarray:
-    """Return this thread's buffer of at least `size` bytes, which its last image has left in the cache."""
-    memory = _SCRATCH.get()
-    if memory is None or memory.size < size:
-        memory = np.empty(UNALIGNED + size, dtype=np.uint8)[UNALIGNED:]
-        _SCRATCH.set(memory)
-    return memory
 
 
 def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> np.ndarray | None:

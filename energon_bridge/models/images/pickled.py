@@ -24,11 +24,8 @@ import torch
 
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.format.media import AV_EXTENSIONS
+from energon_bridge.models.images.arrays import read_pth
 from energon_bridge.models.images.images import decode_image, image_form
-
-
-def _load_storage(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _numpy_functions() -> dict[tuple[str, str], Any]:
@@ -57,8 +54,8 @@ _PLAIN: Mapping[tuple[str, str], Any] = {
     ("builtins", "bytearray"): bytearray,
     ("builtins", "complex"): complex,
     (_TENSOR.__module__, _TENSOR.__name__): _TENSOR,
-    ("torch.storage", "_load_from_bytes"): _load_storage,
-    ("megatron.core.safe_globals", "safe_load_from_bytes"): _load_storage,  # as a process with megatron-core pickles
+    ("torch.storage", "_load_from_bytes"): read_pth,
+    ("megatron.core.safe_globals", "safe_load_from_bytes"): read_pth,  # as a process with megatron-core pickles
     **_numpy_functions(),
 }
 

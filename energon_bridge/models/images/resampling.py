@@ -30,6 +30,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from energon_bridge.core.samples.stacking import UNALIGNED
+
 __all__ = [
     "COMPILED",
     "FILTERS",
@@ -39,6 +41,7 @@ __all__ = [
     "look_up",
     "resample",
     "resample_as_torch",
+    "thread_buffer",
     "values_in",
 ]
 
@@ -154,7 +157,7 @@ def _resample(
     """Resize first the width, then the height. The order matters for bytes: each step rounds."""
     height, width, _ = pixels.shape
     out = np.empty((*size, _CHANNELS), np.uint8)
-    scratch = _scratch((height * size[1] + width) * _CHANNELS + _SPARE)
+    scratch = thread_buffer((height * size[1] + width) * _CHANNELS + _SPARE)
     across = coefficients_of(width, size[1], by)
     down = coefficients_of(height, size[0], by)
     sides = (across.where, across.memory, down.where, down.memory, len(across.parts), across.bits, down.bits)
@@ -259,11 +262,11 @@ def values_in(memory: np.ndarray, shape: Sequence[int], dtype: torch.dtype) -> t
     return torch.from_numpy(memory.view(bits).reshape(shape)).view(dtype)
 
 
-def _scratch(size: int) -> np.ndarray:
+def thread_buffer(size: int) -> np.ndarray:
     """Return this thread's buffer of at least `size` bytes, which its last image has left in the cache."""
     memory: np.ndarray | None = getattr(_OF_THREAD, "scratch", None)
     if memory is None or memory.size < size:
-        memory = _OF_THREAD.scratch = np.empty(size, dtype=np.uint8)
+        memory = _OF_THREAD.scratch = np.empty(UNALIGNED + size, dtype=np.uint8)[UNALIGNED:]
     return memory
 
 

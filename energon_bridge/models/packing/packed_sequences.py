@@ -28,7 +28,7 @@ from energon_bridge.models.conversations.sequences import (
     MultiModalSample,
     PaddingValues,
     join_visual,
-    mrope_of,
+    optional_inputs,
     pad_optional,
     pad_rows,
     pad_to,
@@ -120,7 +120,7 @@ def pack_sequences(
         answers=[sample.answer for sample in samples],
         sample_keys=[sample.__key__ for sample in samples],
         segments=segments_of(samples, lengths, padded),
-        **_joined_optional(samples, padded),
+        **optional_inputs(samples, lambda parts: _joined(parts, padded, 0)),
     )
 
 
@@ -219,33 +219,24 @@ def packed_seq_params(batch: MultiModalBatch, *, mtp: bool = False) -> PackedSeq
     Raises:
         ConfigurationError: The batch is not packed, or megatron-core is not installed.
     """
+    ends = ends_of_packs(batch, mtp=mtp)
+    with optional_packages():
+        from megatron.core.packed_seq_params import PackedSeqParams
+    return PackedSeqParams(qkv_format="thd", **ends)
+
+
+def ends_of_packs(batch: MultiModalBatch, *, mtp: bool) -> dict[str, Any]:
+    """Return the ends of the samples in packed rows under megatron-core's names; see `packed_seq_params`."""
     if batch.cu_seqlens is None or batch.max_seqlen is None:
         raise ConfigurationError("the batch is not packed: it has no cu_seqlens; make it with batch_packs")
     padded = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
-    with optional_packages():
-        from megatron.core.packed_seq_params import PackedSeqParams
     values: dict[str, Any] = {}
     for side in ("q", "kv"):
         values[f"cu_seqlens_{side}"] = padded if mtp else batch.cu_seqlens
         # also where nothing is padded: under context parallelism megatron-core reads it in any case
         values[f"cu_seqlens_{side}_padded"] = padded
         values[f"max_seqlen_{side}"] = batch.max_seqlen
-    return PackedSeqParams(qkv_format="thd", **values)
-
-
-def _joined_optional(samples: Sequence[MultiModalSample], padded: Sequence[int]) -> dict[str, Any]:
-    out: dict[str, Any] = {"mm_token_type_ids": None, "mrope_position_ids": None}
-    if any(sample.mm_token_type_ids is not None for sample in samples):
-        types = [s.mm_token_type_ids for s in samples]
-        out["mm_token_type_ids"] = _joined(
-            [torch.zeros_like(s.tokens) if t is None else t for s, t in zip(samples, types, strict=True)], padded, 0
-        )
-    if any(sample.mrope_position_ids is not None for sample in samples):
-        positions = [mrope_of(sample) for sample in samples]
-        out["mrope_position_ids"] = batch_stack(
-            [_joined([position[axis] for position in positions], padded, 0) for axis in range(3)]
-        )
-    return out
+    return values
 
 
 def _joined(parts: Sequence[Tensor], padded: Sequence[int], value: float) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -142,7 +142,7 @@ def _deliver(
     try:
         if state is not None:
             loader.restore_state_rank(state)
-        first = _next_step(loader.ownership.num_lanes, world_size, state)
+        first = 0 if state is None else _step_of(state, loader.ownership.num_lanes, world_size)
         asked = range(steps.start * per_step, steps.stop * per_step)
         if asked.start < first:
             raise ConfigurationError(
@@ -180,13 +180,11 @@ def next_step(spec: DatasetSpec, world_size: int, state: State | None = None) ->
     if state is None:
         return 0
     lanes = read(state).num_lanes if spec.kind == "train" else plan_run(spec, spec.worker_config).num_lanes
-    return _next_step(lanes, world_size, state)
+    return _step_of(state, lanes, world_size)
 
 
-def _next_step(lanes: int, world_size: int, state: State | None) -> int:
+def _step_of(state: State, lanes: int, world_size: int) -> int:
     """Return the next step of a state."""
-    if state is None:
-        return 0
     microbatches = int(state["microbatches"])
     step = step_of(microbatches, num_lanes=lanes, world_size=world_size)
     if first_microbatch(step, num_lanes=lanes, world_size=world_size) != microbatches:
@@ -252,7 +250,7 @@ def _members(named: RowKey | BatchKey | None) -> list[list[SampleKey]]:
 
 def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[ShownItem, ...]]]:
     """Return the fields of one row of a batch of any type: its entry in each field that has one per row."""
-    names: Iterable[str] = batch if isinstance(batch, dict) else field_names(type(batch)) if _is_record(batch) else ()
+    names: Iterable[str] = batch if isinstance(batch, dict) else field_names(type(batch)) if is_dataclass(batch) else ()
     get = _getter(batch)
     keys = get("__key__")
     batched = isinstance(keys, list)
@@ -268,10 +266,6 @@ def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[S
             continue  # fields that belong to no row are shown once
         fields.append((name, items_of(value, name)))
     return fields
-
-
-def _is_record(batch: Any) -> bool:
-    return hasattr(type(batch), "__dataclass_fields__")
 
 
 _CUT = "\ufffd"

@@ -144,12 +144,8 @@ def _folder_in(folder: Folder, name: str) -> Folder:
 
 def _free(folder: Folder, name: str) -> str:
     """Return a name that nothing in the folder has."""
-    number = 1
-    free = name
-    while free in folder:
-        number += 1
-        free = f"{name}~{number}"
-    return free
+    names = (name, *(f"{name}~{number}" for number in range(2, len(folder) + 2)))
+    return next(free for free in names if free not in folder)
 
 
 def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:

@@ -7,6 +7,7 @@ exceeds the decoder's limits) is replaced by its error.
 from __future__ import annotations
 
 import json
+import math
 import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -112,11 +113,8 @@ class SampleRecord:
 
     def items(self) -> list[Text | Picture | Clip]:
         """Return its items, including those of turns."""
-        flat: list[Text | Picture | Clip] = []
-        for _, items in self.fields:
-            for item in items:
-                flat += item.items if isinstance(item, ShownTurn) else [item]
-        return flat
+        shown = (item for _, items in self.fields for item in items)
+        return [part for item in shown for part in (item.items if isinstance(item, ShownTurn) else (item,))]
 
     def trouble(self) -> Literal["", "error", "broken", "undecoded"]:
         """Return what is wrong: it did not load, a value is broken, or media stayed bytes; empty if nothing is."""
@@ -278,15 +276,8 @@ def _note(value: Any) -> str:
     if not (hasattr(value, "tolist") and hasattr(value, "shape")):
         return value_text(value)
     shape = tuple(value.shape)
-    few = not shape or (0 not in shape and _product(shape) <= _MOST_NUMBERS)
+    few = 0 < math.prod(map(int, shape)) <= _MOST_NUMBERS
     return f"{value_text(value)}{f' = {value.tolist()}' if few else ''}"
-
-
-def _product(shape: Sequence[int]) -> int:
-    size = 1
-    for side in shape:
-        size *= int(side)
-    return size
 
 
 def _is_shown(value: Any) -> bool:
