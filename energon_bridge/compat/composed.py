@@ -43,6 +43,7 @@ from energon_bridge.core.mix.flatten import flatten
 from energon_bridge.core.mix.leaves import number_leaves
 from energon_bridge.core.mix.schedule import WeightSchedule
 from energon_bridge.core.mix.tree import BlendNode, Concat
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.stream.policy import DEFAULT_TOLERANCE
 from energon_bridge.core.stream.user_code import OwnHooks
 
@@ -332,7 +333,7 @@ def _joined(wrapper: BlendDataset | ConcatDataset) -> DatasetSpec:
     of_leaf = {leaf.identity: encodings[place] for leaf, place in zip(leaves, owners, strict=True)}
 
     def encode(sample: Any) -> Any:
-        key = sample.get("__restore_key__") if isinstance(sample, dict) else getattr(sample, "__restore_key__", None)
+        key = meta_field(sample, "__restore_key__")
         own = of_leaf.get(key[0]) if key else None
         if own is None:
             raise FatalSampleError(f"{name}: a sample has lost its __restore_key__: leave it as it is when cooking")

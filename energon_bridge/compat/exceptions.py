@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from energon_bridge.core import errors
+from energon_bridge.core.samples.sample import meta_field
 
 SYSTEM_EXCEPTIONS = (
     SystemError,
@@ -30,8 +31,7 @@ class SampleException(errors.SampleError, ValueError):  # noqa: N818 - the name 
     @classmethod
     def from_sample(cls, sample: Any, message: str = "") -> SampleException:
         """Return the exception for a sample, with a message."""
-        key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
-        return cls(f"Sample {key} failed{f': {message}' if message else ''}")
+        return cls(f"Sample {meta_field(sample, '__key__')} failed{f': {message}' if message else ''}")
 
 
 class FatalSampleError(errors.FatalSampleError, SampleException):

@@ -33,6 +33,7 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.samples import SourceInfo
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.stream.policy import ErrorPolicy
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ _CALLED_BY_WRAPPERS = {
 
 def log_exception(e: Exception, sample: Any, sources: Sequence[SourceInfo] | None = None) -> None:
     """Log a failed sample: the default of a worker configuration."""
-    key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
+    key = meta_field(sample, "__key__")
     logger.error("sample %s (%s) failed: %r", key, "; ".join(map(str, sources or ())), e, exc_info=e)
 
 
@@ -178,10 +179,7 @@ def error_policy(config: Any) -> ErrorPolicy | None:
     handler = getattr(config, "global_error_handler", log_exception)
     if handler is log_exception:
         return None
-    if handler is reraise_exception:
-        return ErrorPolicy(on_error="raise")
-
-    return ErrorPolicy(on_error=_Handler(handler))
+    return ErrorPolicy(on_error="raise" if handler is reraise_exception else _Handler(handler))
 
 
 @dataclass(frozen=True, slots=True)

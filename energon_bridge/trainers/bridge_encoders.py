@@ -22,7 +22,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.conversations.sequences import MultiModalBatch, MultiModalSample
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.models.families.known_families import load_pretrained
-from energon_bridge.models.packing.packed_sequences import MultiModalPack, pack_sequences
+from energon_bridge.models.packing.packed_sequences import MultiModalPack, ends_of_packs, pack_sequences
 from energon_bridge.trainers.task_encoders import TaskEncoderContext, load_processor
 
 __all__ = [
@@ -93,8 +93,7 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         row = pack_sequences(unpacked, self._filling, multiple_of=self.pack_batches_to_multiple_of, length=length)
         # Whose samples it has is said sample by sample, as of every other batch.
         made = self._batch_packs([row])
-        named = MultiModalBatch.from_samples(unpacked, **{name: getattr(made, name) for name in _OF_ROWS})
-        return named
+        return MultiModalBatch.from_samples(unpacked, **{name: getattr(made, name) for name in _OF_ROWS})
 
     def encode_batch(self, batch: MultiModalBatch) -> dict[str, Any]:  # type: ignore[override]
         """Return the dict that a step reads.
@@ -128,7 +127,11 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         }
         for name in ("mrope_position_ids", "pixel_norm"):
             made |= {} if getattr(batch, name) is None else {name: getattr(batch, name)}
-        return made | (_packed(batch, self.mtp) if packed else {})  # the rest, `__valid__` among it, the loader adds
+        if packed:
+            ends = ends_of_packs(batch, mtp=self.mtp) | {"total_tokens": int(batch.tokens.numel())}
+            longest = torch.tensor(batch.max_seqlen, dtype=torch.int32)
+            made |= ends | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+        return made  # the rest, `__valid__` among it, the loader adds
 
 
 _OF_ROWS = (
@@ -136,18 +139,6 @@ _OF_ROWS = (
     *("num_images", "sample_keys", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"),
     *("mm_token_type_ids", "mrope_position_ids", "pixel_norm", "segments", "blank_media"),
 )
-
-
-def _packed(batch: MultiModalBatch, mtp: bool) -> dict[str, Any]:
-    """Return the fields with the ends of the samples in packed rows."""
-    assert batch.cu_seqlens is not None
-    assert batch.cu_seqlens_padded is not None
-    arguments: dict[str, Any] = {"total_tokens": int(batch.tokens.numel())}
-    for side in ("q", "kv"):
-        arguments[f"cu_seqlens_{side}"] = batch.cu_seqlens_padded if mtp else batch.cu_seqlens
-        arguments[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded  # context parallelism reads it in any case
-        arguments[f"max_seqlen_{side}"] = torch.tensor(batch.max_seqlen, dtype=torch.int32)
-    return arguments
 
 
 # Not frozen, unlike other configurations: Megatron-Bridge changes fields after they were made.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from energon_bridge.core.errors import ConfigurationError, StateError
+from energon_bridge.trainers.replica.groups import all_told
 
 logger = logging.getLogger(__name__)
 
@@ -188,12 +189,8 @@ class MixFeedback:
 
     def _gathered(self) -> _Sums:
         """Return what all ranks have recorded; the single numbers, so that their exact sum has no order."""
-        if not dist.is_initialized():
-            return self._sums
-        all_sums: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(all_sums, self._sums, group=self.group)
         merged: _Sums = {}
-        for sums in all_sums:
+        for sums in all_told(self._sums, self.group):
             for name, (totals, tokens) in sums.items():
                 known, before = merged.get(name, ([], 0))
                 merged[name] = ([*known, *totals], before + tokens)

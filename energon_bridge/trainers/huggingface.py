@@ -39,6 +39,7 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.storage import write_file
 from energon_bridge.models.conversations.inputs import IGNORED_LABEL, Inputs, model_inputs, unwrapped
 from energon_bridge.trainers.replica import Balance
+from energon_bridge.trainers.replica.groups import all_told
 
 with optional_packages():
     from transformers import Trainer, TrainerCallback
@@ -279,11 +280,7 @@ class EnergonTrainer(Trainer):
         if self._train_batches is None:
             raise ConfigurationError("EnergonTrainer: the data has no state before train()")
         own = (self._data_parallel()[0], self._train_batches.dataloader.save_state())
-        gathered: list[Any] = [own]
-        if self.accelerator.num_processes > 1:
-            gathered = [None] * self.accelerator.num_processes
-            torch.distributed.all_gather_object(gathered, own)
-        return [state for _, state in sorted(dict(gathered).items())]
+        return [state for _, state in sorted(dict(all_told(own)).items())]
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
@@ -500,9 +497,8 @@ def _read_states(checkpoint: str) -> list[Any]:
     except (OSError, ValueError) as error:
         raise StateFormatError(
             f"{checkpoint}: no state of the data in {STATE_FILE} ({error}). It was not written by EnergonTrainer, or "
-            "not "
-            "completely. Resume from another checkpoint; or load its weights only, and start the data at a step with "
-            "loader_arguments={'start_at': STEP}"
+            "not completely. Resume from another checkpoint; or load its weights only, and start the data at a step "
+            "with loader_arguments={'start_at': STEP}"
         ) from error
     if not isinstance(states, list) or not states:
         raise StateFormatError(f"{path}: expected a list of the states of all ranks, found {type(states).__name__}")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -26,6 +27,7 @@ from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.encoder.hooks import Hook, is_overridden
 from energon_bridge.core.errors import ConfigurationError, StepMismatchError, check_choice
 from energon_bridge.core.loader.saved_run import State
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.models.images.devices import normalise_on_device
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule
 from energon_bridge.trainers.rank_files import read_rank_files
@@ -103,25 +105,18 @@ def train_valid_test_dataloaders_provider(
     return provider  # type: ignore[return-value]
 
 
+@dataclass(eq=False)
 class _Run:
     """State shared by the calls of one provider: the data module, and the streams that model chunks share."""
 
-    def __init__(
-        self,
-        make_data: Callable[[], EnergonMultiModalDataModule],
-        loader_ranks: LoaderRanks,
-        each: bool,
-        resume: Resume,
-        arguments: Callable[[], Any],
-    ) -> None:
-        self._make_data = make_data
-        self._loader_ranks = loader_ranks
-        self._each = each
-        self._resume = resume
-        self._arguments = arguments
-        self._data: EnergonMultiModalDataModule | None = None
-        self._train: SharedStream | None = None
-        self._valid: list[SharedStream] | None = None
+    _make_data: Callable[[], EnergonMultiModalDataModule]
+    _loader_ranks: LoaderRanks
+    _each: bool
+    _resume: Resume
+    _arguments: Callable[[], Any]
+    _data: EnergonMultiModalDataModule | None = None
+    _train: SharedStream | None = None
+    _valid: list[SharedStream] | None = None
 
     def iterators(self, counts: Sequence[int | None], vp_stage: int | None) -> tuple[Iterators, Iterators, None]:
         if self._data is None:
@@ -133,12 +128,10 @@ class _Run:
             _check_not_saved(self._arguments())
         if not self._loads(self._data, vp_stage):
             return None, None, None
-        train_count = counts[0]
-        valid_count = counts[1]
         train = valid = None
-        if train_count != 0:
+        if counts[0] != 0:
             train = self._read(self._training(self._data), vp_stage)
-        if valid_count != 0:
+        if counts[1] != 0:
             read = [self._read(stream, vp_stage) for stream in self._validation(self._data)]
             valid = read if self._each else read[0]
         return train, valid, None  # type: ignore[return-value]  # lists of one kind
@@ -216,7 +209,7 @@ class _Run:
 
 def _with_pixels(batch: Any) -> Any:
     """Convert pixels that were transferred as bytes to floats, on this rank's GPU if it has one."""
-    if (batch.get("pixel_norm") if isinstance(batch, dict) else getattr(batch, "pixel_norm", None)) is None:
+    if meta_field(batch, "pixel_norm") is None:
         return batch
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # without initialising CUDA
     return normalise_on_device(batch, torch.device("cuda", torch.cuda.current_device()) if in_use else None)

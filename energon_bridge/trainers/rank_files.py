@@ -18,11 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from energon_bridge.core.errors import MissingRankError, StateError, StateFormatError, StepMismatchError
 from energon_bridge.core.loader.saved_run import State, read_lanes
 from energon_bridge.core.loader.state_files import read_states
+from energon_bridge.trainers.replica.groups import all_told
 
 T = TypeVar("T")
 
@@ -65,8 +64,7 @@ def _of_all(make: Callable[[], T], group: Any) -> list[T]:
         own = error
     except Exception as error:  # the others wait for an answer
         own = StateFormatError(f"rank {group.rank()} of {group.size()} failed to read its files: {error!r}")
-    answers: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(answers, own, group=group)
+    answers: list[Any] = all_told(own, group)
     for one in answers:
         if isinstance(one, StateError):
             raise one

@@ -31,6 +31,7 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.models.conversations.inputs import IGNORED_LABEL, loss_weights, visual_inputs
+from energon_bridge.trainers.replica.groups import all_told
 
 _MEDIA = {"image_grid_thw": "grid_thw", "video_grid_thw": "grid_thw_videos"}
 _MEDIA |= {name: name for name in ("pixel_values", "pixel_values_videos")}
@@ -107,11 +108,7 @@ class TitanDataLoader(BaseDataLoader):
 
     def state_dict(self) -> dict[str, str]:
         """Return the state of the whole run; all ranks must call it, also those of one replica."""
-        states = [self._data.save_state()]
-        if self._run.dp_world_size > 1:
-            states *= torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(states, states[0])
-        return {"energon_bridge": json.dumps(merge(states))}
+        return {"energon_bridge": json.dumps(merge(all_told(self._data.save_state())))}
 
     def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
         """Continue from a state of `state_dict`, saved on any number of ranks; an empty one changes nothing."""

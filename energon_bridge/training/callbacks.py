@@ -314,11 +314,6 @@ def _step(line: bytes) -> float:
 _SUFFIX = ".ckpt"
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of an optimizer step."""
-    return folder / f"step-{step:07d}{_SUFFIX}"
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, oldest first."""
     return sorted(folder.glob(f"step-*{_SUFFIX}"))
@@ -443,7 +438,7 @@ class Checkpointer(Callback):
         return bool(flag.item())
 
     def _save(self, trainer: Trainer, step: int) -> None:
-        trainer.save_checkpoint(checkpoint_path(self.folder, step))
+        trainer.save_checkpoint(self.folder / f"step-{step:07d}{_SUFFIX}")
         self._saved_step = step
         if self.config.keep and trainer.is_global_zero:
             for old in list_checkpoints(self.folder)[: -self.config.keep]:

@@ -234,7 +234,7 @@ def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
         value = value.isoformat()
     if isinstance(value, _Text):
         if str not in accepted or value in ("null", "~"):
-            value = _parse(value, name)
+            value = _parsed(value, name)
         else:
             value = str(value)
     if value is None and NoneType in accepted:
@@ -259,8 +259,7 @@ def _of_type(value: Any, accepted: Sequence[Any]) -> bool | str | int | float | 
 
 def _convert_names(value: Any, *, name: str, where: str) -> tuple[str, ...]:
     """Return a list of strings; null is an empty list."""
-    if isinstance(value, _Text):
-        value = _parse(value, name)
+    value = _parsed(value, name)
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
@@ -270,20 +269,20 @@ def _convert_names(value: Any, *, name: str, where: str) -> tuple[str, ...]:
 
 def _convert_mapping(value: Any, *, name: str, where: str) -> dict[str, Any] | None:
     """Return a mapping of any values; null is none."""
-    if isinstance(value, _Text):
-        value = _parse(value, name)
+    value = _parsed(value, name)
     if value is None:
         return None
     if not isinstance(value, dict):
         raise ConfigurationError(f"{where}: {name} must be a mapping, got {value!r} ({type(value).__name__})")
-    return {key: _parse(one, f"{name}.{key}") if isinstance(one, _Text) else one for key, one in value.items()}
+    return {key: _parsed(one, f"{name}.{key}") for key, one in value.items()}
 
 
-def _parse(text: str, name: str) -> Any:
+def _parsed(value: Any, name: str) -> Any:
+    """Return a value of a file as it is, and that of an override as YAML."""
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(value) if isinstance(value, _Text) else value
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"override {name}={text}: the value is not valid YAML") from error
+        raise ConfigurationError(f"override {name}={value}: the value is not valid YAML") from error
 
 
 def _number(value: int | float | str) -> float | None:

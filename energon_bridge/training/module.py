@@ -33,6 +33,7 @@ from energon_bridge.models.conversations.inputs import (
 from energon_bridge.models.conversations.sequences import MultiModalBatch, PaddingValues
 from energon_bridge.models.packing.packed_sequences import unpack_batch
 from energon_bridge.trainers.feedback import MixFeedback
+from energon_bridge.trainers.replica.groups import all_told
 from energon_bridge.training.config import RunConfig, learning_rate_factor
 from energon_bridge.training.generation import (
     Prediction,
@@ -142,11 +143,7 @@ class VisionLanguageModule(LightningModule):
 
         With several datasets, `validation_losses` has the loss of each, `validation_loss` the mean over all tokens.
         """
-        ranks = [(self._validation_sums, self._written)]
-        if self.trainer.world_size > 1:
-            gathered: list[Any] = [None] * self.trainer.world_size
-            dist.all_gather_object(gathered, ranks[0])
-            ranks = gathered
+        ranks = all_told((self._validation_sums, self._written))
         sums = torch.stack([of_rank for of_rank, _ in ranks]).sum(0)
         self.validation_losses = [loss / max(1.0, tokens) for loss, tokens in sums.tolist()]
         loss, tokens = sums.sum(0).tolist()

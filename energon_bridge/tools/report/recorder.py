@@ -27,8 +27,10 @@ from energon_bridge.core.errors import EnergonError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.run_data import dataset_names
 from energon_bridge.core.loader.saved_run import State, read
+from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.stream.failures import FailureKind
 from energon_bridge.core.stream.state import COUNTERS, BatchKey, SampleKey, read_key
+from energon_bridge.trainers.replica.groups import all_told
 
 MOST_POINTS = 1000
 """Points of a curve; beyond them, neighbours become one."""
@@ -192,7 +194,7 @@ class RunRecorder:
         self._microbatches += 1
         slowest = self.slowest
         if len(slowest) < MOST_SLOW or took > slowest[0][0]:
-            keys = self._named(_keys(batch), _field(batch, "__restore_key__"))
+            keys = self._named(_keys(batch), meta_field(batch, "__restore_key__"))
             entry = (took, made is not None, step, self._microbatches, keys, self._rank)
             (heapq.heappush if len(slowest) < MOST_SLOW else heapq.heapreplace)(slowest, entry)
 
@@ -206,7 +208,7 @@ class RunRecorder:
         """Record the loss of a microbatch of a step, the `number`-th of this process, or of each row; NaN: none."""
         losses = loss.detach().reshape(-1)
         keys = _keys(batch, most=_MOST_KEYS if losses.numel() == 1 else losses.numel())
-        self._pending_batches.append((losses, step, number, keys, _field(batch, "__restore_key__")))
+        self._pending_batches.append((losses, step, number, keys, meta_field(batch, "__restore_key__")))
         if len(self._pending_batches) >= _LOSSES_AT_ONCE:
             self._flush_batches()
 
@@ -426,11 +428,7 @@ def summary(recorder: RunRecorder, loader: EnergonDataloader | None) -> RankSumm
 
 def gathered(own: RankSummary | None) -> list[RankSummary]:
     """Return the summaries of all data-parallel ranks, in order; every process of the run must call it."""
-    summaries = [own]
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        summaries = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(summaries, own)
-    by_rank = {one.rank: one for one in reversed(summaries) if one is not None}
+    by_rank = {one.rank: one for one in reversed(all_told(own)) if one is not None}
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
@@ -452,12 +450,8 @@ def _make_seconds(loader: EnergonDataloader | None) -> float | None:
     return None if loader is None else getattr(loader.loader, "make_seconds", None)
 
 
-def _field(batch: Any, name: str) -> Any:
-    return batch.get(name) if isinstance(batch, dict) else getattr(batch, name, None)
-
-
 def _keys(batch: Any, most: int = _MOST_KEYS) -> list[str]:
-    keys = _field(batch, "__key__")
+    keys = meta_field(batch, "__key__")
     if keys is None:
         return []
     keys = [keys] if isinstance(keys, str) else list(keys)

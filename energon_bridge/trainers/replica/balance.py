@@ -90,17 +90,11 @@ def balanced(loader: Any, balance: Balance | None) -> Any:
     Raises:
         ConfigurationError: The stream cannot be balanced.
     """
-    if balance is None:
-        return loader
-    if balance.group is None and _ranks(loader) == 1:
+    config = getattr(loader, "config", None)
+    if balance is None or (balance.group is None and (config is None or config.dp_size == 1)):
         return loader
     _check(loader, balance)
     return BalancedLoader(loader, balance.cost, balance.group)
-
-
-def _ranks(loader: Any) -> int:
-    config = getattr(loader, "config", None)
-    return 1 if config is None else config.dp_size
 
 
 def _check(loader: Any, balance: Balance) -> None:

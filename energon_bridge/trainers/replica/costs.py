@@ -22,6 +22,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.samples.sample import meta_field
 
 
 def num_tokens(batch: Any) -> float:
@@ -42,11 +43,11 @@ def attention_pairs(batch: Any) -> float:
     Raises:
         ConfigurationError: The batch has neither these nor `tokens` or `input_ids`.
     """
-    ends = _field(batch, "cu_seqlens_padded")
-    ends = _field(batch, "cu_seqlens") if ends is None else ends
+    ends = meta_field(batch, "cu_seqlens_padded")
+    ends = meta_field(batch, "cu_seqlens") if ends is None else ends
     if ends is not None:
         return float(ends.diff().double().square().sum())
-    segments = _field(batch, "segments")
+    segments = meta_field(batch, "segments")
     if segments and any(len(row) > 1 for row in segments):
         return float(sum(segment.length**2 for row in segments for segment in row))
     shape = _tokens(batch).shape
@@ -61,14 +62,14 @@ def vision_patches(batch: Any, patch_size: int = 14) -> float:
             images (n, channels, height, width), or patches, (n, values) or (images, n, values).
         patch_size: Side of a patch in pixels, for images.
     """
-    visual = _field(batch, "visual_inputs") or {}
-    grids = [_field(source, f"{kind}_grid_thw") for kind in ("image", "video") for source in (batch, visual)]
+    visual = meta_field(batch, "visual_inputs") or {}
+    grids = [meta_field(source, f"{kind}_grid_thw") for kind in ("image", "video") for source in (batch, visual)]
     if any(grid is not None for grid in grids):
         return float(sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None))
     total = 0
     for source in (batch, visual):
         for name in ("pixel_values", "pixel_values_videos"):
-            pixels = _field(source, name)
+            pixels = meta_field(source, name)
             if isinstance(pixels, Tensor) and pixels.ndim >= 4:
                 total += math.prod(pixels.shape[:-3]) * math.prod(side // patch_size for side in pixels.shape[-2:])
             elif isinstance(pixels, Tensor) and pixels.ndim >= 2:
@@ -361,13 +362,9 @@ def _size(config: Any, *names: str) -> Any:
     )
 
 
-def _field(batch: Any, name: str) -> Any:
-    return batch.get(name) if isinstance(batch, dict) else getattr(batch, name, None)
-
-
 def _tokens(batch: Any) -> Tensor:
     for name in ("tokens", "input_ids"):
-        tokens = _field(batch, name)
+        tokens = meta_field(batch, name)
         if isinstance(tokens, Tensor):
             return tokens
     if is_dataclass(batch):

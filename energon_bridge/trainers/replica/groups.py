@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from energon_bridge.core.errors import ConfigurationError, DataParallelError
 from energon_bridge.core.worker_config import distributed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +126,16 @@ def make_replica(
                     links.append(Link(group=group, keys=wanted.of(stage, stages)))
     keys = wanted.of(here[1], stages)
     return Replica(source=own_source, is_source=rank == own_source, keys=keys, links=tuple(links))
+
+
+def all_told(own: T, group: Any = None) -> list[T]:
+    """Return what the ranks of a group say, by rank; all of them must call it. A process alone says its own."""
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if ranks == 1:
+        return [own]
+    told: list[Any] = [None] * ranks
+    dist.all_gather_object(told, own, group=group)
+    return told
 
 
 def gathered(values: tuple[int, ...]) -> list[tuple[int, ...]]:

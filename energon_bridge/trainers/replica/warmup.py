@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from energon_bridge.core.errors import ConfigurationError, StateError
 from energon_bridge.trainers.replica.costs import BatchCost, FittedCost, counts_of, fit_counts
+from energon_bridge.trainers.replica.groups import all_told
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +152,7 @@ class CostWarmup:
 
     def _gathered(self) -> list[list[float]]:
         """Return the times of all ranks."""
-        if not dist.is_initialized():
-            return list(self._rows)
-        parts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(parts, self._rows, group=self.group)
-        return [row for part in parts for row in part]
+        return [row for rows in all_told(self._rows, self.group) for row in rows]
 
 
 def _fit(rows: list[list[float]], before: BatchCost) -> tuple[FittedCost, BatchCost] | str:

@@ -53,11 +53,6 @@ _RUN = "run.pt"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of an optimizer step."""
-    return folder / f"step-{step:07d}"
-
-
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first; a warning names incomplete ones."""
     complete = []
@@ -91,7 +86,7 @@ def save_checkpoint(
     Raises:
         StorageError: The disk of a rank is full. What was written of the checkpoint is removed; earlier ones stay.
     """
-    target = checkpoint_folder(folder, step)
+    target = folder / f"step-{step:07d}"
     part = target.with_name(f".{target.name}.part")
     if training.ranks.main:
         for leftover in folder.glob(".step-*.part"):

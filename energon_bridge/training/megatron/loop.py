@@ -37,6 +37,7 @@ from energon_bridge.tools.report.recorder import Curve, RunRecorder, gathered, s
 from energon_bridge.trainers.datamodule import EnergonMultiModalDataModule
 from energon_bridge.trainers.feedback import MixFeedback
 from energon_bridge.trainers.replica.costs import record_time
+from energon_bridge.trainers.replica.groups import all_told
 from energon_bridge.training.callbacks import (
     TIMES,
     append_metrics,
@@ -347,12 +348,11 @@ def _validate(
             written.append(write_answers(training, bundle, batch))
     training.model.train()
     sums = over_replicas(sums, ranks)
-    gathered: list[Any] = [None] * ranks.groups.dp.size()
-    dist.all_gather_object(gathered, written, group=ranks.groups.dp)
+    predictions = in_turn(all_told(written, ranks.groups.dp))
     loss = float(sums[0] / sums[1].clamp(min=1.0))
     if ranks.main:
         append_validation(Path(training.config.run_dir) / "metrics.jsonl", step, loss, {})
-    return loss, in_turn(gathered)
+    return loss, predictions
 
 
 def _real_samples(batch: MultiModalBatch) -> int:
