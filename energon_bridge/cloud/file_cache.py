@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from multiprocessing.util import Finalize
 from typing import Any, Literal
@@ -223,20 +224,18 @@ class _State(Enum):
     DIRECT = 4  # to be read from its store
 
 
+@dataclass(slots=True, eq=False)
 class KeptFile:
     """One requested file; `store` is None if data was given instead of a file."""
 
-    __slots__ = ("key", "name", "path", "references", "size", "source", "state", "store")
-
-    def __init__(self, store: FileStore | None, name: str, key: tuple[str, str] = ("", "")) -> None:
-        self.store = store
-        self.name = name
-        self.key = key
-        self.references = 1
-        self.state = _State.WAITING
-        self.path = ""
-        self.size = 0
-        self.source: SourceInfo | None = None
+    store: FileStore | None
+    name: str
+    key: tuple[str, str] = ("", "")
+    references: int = 1
+    state: _State = _State.WAITING
+    path: str = ""
+    size: int = 0
+    source: SourceInfo | None = None
 
 
 class KeptFiles:

@@ -175,32 +175,21 @@ class _Attempt:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)  # the TLS layer's own would not wake its reader
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """A piece that is being fetched."""
 
-    __slots__ = (
-        "attempts",
-        "broken",
-        "due",
-        "failures",
-        "fetch",
-        "hedge_at",
-        "number",
-        "patience",
-        "piece",
-        "server",
-        "since",
-    )
-
-    def __init__(self, fetch: _Fetch, number: int, piece: RequestedPiece) -> None:
-        self.fetch = fetch
-        self.number = number
-        self.piece = piece
-        self.attempts: list[_Attempt] = []
-        self.broken: Body | None = None
-        self.failures = 0
-        self.server = ""
-        self.since = self.due = self.hedge_at = self.patience = 0.0
+    fetch: _Fetch
+    number: int
+    piece: RequestedPiece
+    attempts: list[_Attempt] = field(default_factory=list)
+    broken: Body | None = None
+    failures: int = 0
+    server: str = ""
+    since: float = 0.0
+    due: float = 0.0
+    hedge_at: float = 0.0
+    patience: float = 0.0
 
 
 class _Fetch:

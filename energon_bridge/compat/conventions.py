@@ -54,7 +54,13 @@ class EnergonConventions(Conventions):
     ) -> Dealt:
         """Return the order of ranks and workers."""
         return Dealt(
-            leaves, ranks=ranks, workers=workers, rows=rows, drop_last=drop_last, limit=limit, repeats=self.repeats
+            leaves=leaves,
+            ranks=ranks,
+            workers=workers,
+            rows=rows,
+            drop_last=drop_last,
+            limit=limit,
+            repeats=self.repeats,
         )
 
     def recorded(self, *, ranks: int, workers: int, limit: int | None) -> dict[str, Any]:
@@ -121,6 +127,7 @@ class EnergonConventions(Conventions):
 # The order of a pass.
 
 
+@dataclass(kw_only=True, eq=False)
 class Dealt:
     """A pass over validation data, divided among workers as megatron-energon does it: draws and microbatches.
 
@@ -137,48 +144,39 @@ class Dealt:
         draws: The samples on the line.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[PassLeaf],
-        *,
-        ranks: int,
-        workers: int,
-        rows: int,
-        drop_last: bool,
-        limit: int | None,
-        repeats: bool,
-    ) -> None:
-        self._leaves = leaves
-        self._ranks = ranks
-        self._workers = workers
-        self._rows = rows
-        self._drop_last = drop_last
-        self._limit = limit
-        self._repeats = repeats
-        owners = self._ranks * self._workers
+    leaves: Sequence[PassLeaf]
+    ranks: int
+    workers: int
+    rows: int
+    drop_last: bool
+    limit: int | None
+    repeats: bool
+
+    def __post_init__(self) -> None:
+        owners = self.ranks * self.workers
         per_owner = []
         before = 0
-        for leaf in leaves:
+        for leaf in self.leaves:
             per_owner.append(_divided(leaf.order.num_samples, owners, before % owners))
             # megatron-energon counts all samples of the datasets before, also those outside of their subsets.
             before += leaf.dataset.num_samples
-        of_owners = np.array(per_owner, dtype=np.int64).reshape(len(leaves), owners).T
+        of_owners = np.array(per_owner, dtype=np.int64).reshape(len(self.leaves), owners).T
         self._starts: list[int] = [0, *np.cumsum(of_owners.sum(axis=1)).tolist()]
-        self.draws = PassDraws(leaves=leaves, blend=InTurns(sizes=of_owners), num_draws=self._starts[-1])
+        self.draws = PassDraws(leaves=self.leaves, blend=InTurns(sizes=of_owners), num_draws=self._starts[-1])
         self._turns: dict[int, tuple[IntArray, IntArray]] = {}
 
     def _limit_of(self, worker: int) -> int:
         """Return the steps of one worker of a rank."""
-        if self._limit is None:
+        if self.limit is None:
             return ENDLESS
-        return self._limit // self._workers + (worker < self._limit % self._workers)
+        return self.limit // self.workers + (worker < self.limit % self.workers)
 
     def _batches(self, rank: int, worker: int) -> int:
         """Return the microbatches that one worker makes in one pass over its own samples."""
-        number = rank * self._workers + worker
+        number = rank * self.workers + worker
         samples = self._starts[number + 1] - self._starts[number]
-        size = self._rows
-        return samples // size if self._drop_last else -(-samples // size)
+        size = self.rows
+        return samples // size if self.drop_last else -(-samples // size)
 
     def _turns_of(self, rank: int) -> tuple[IntArray, IntArray]:
         """Return, for each step of a rank, the worker and the number of its microbatch; for a pass without repeats.
@@ -187,8 +185,8 @@ class Dealt:
         """
         turns = self._turns.get(rank)
         if turns is None:
-            counts = [min(self._batches(rank, worker), self._limit_of(worker)) for worker in range(self._workers)]
-            workers = np.repeat(np.arange(self._workers), counts)
+            counts = [min(self._batches(rank, worker), self._limit_of(worker)) for worker in range(self.workers)]
+            workers = np.repeat(np.arange(self.workers), counts)
             batches = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
             order = np.lexsort((workers, batches))
             turns = self._turns[rank] = workers[order], batches[order]
@@ -200,35 +198,35 @@ class Dealt:
         Raises:
             EmptyDatasetError: A worker would have to repeat an empty pass.
         """
-        if not self._repeats:
+        if not self.repeats:
             return int(self._turns_of(rank)[0].size)
-        for worker in range(self._workers):
+        for worker in range(self.workers):
             if self._limit_of(worker) and not self._batches(rank, worker):
                 raise EmptyDatasetError(
-                    f"{self._leaves[0].dataset.path}: worker {worker} of rank {rank} has no batch to repeat: "
-                    f"{self.draws.num_draws} samples for {self._ranks} ranks of {self._workers} workers. Use "
+                    f"{self.leaves[0].dataset.path}: worker {worker} of rank {rank} has no batch to repeat: "
+                    f"{self.draws.num_draws} samples for {self.ranks} ranks of {self.workers} workers. Use "
                     "fewer workers, or a smaller batch_size"
                 )
-        return ENDLESS if self._limit is None else self._limit
+        return ENDLESS if self.limit is None else self.limit
 
     def span(self, number: int) -> tuple[int, int]:
         """Return the first draw of microbatch `number` of all ranks, and the one behind its last."""
-        step, rank = divmod(number, self._ranks)
-        if self._repeats:
-            turn, worker = divmod(step, self._workers)
+        step, rank = divmod(number, self.ranks)
+        if self.repeats:
+            turn, worker = divmod(step, self.workers)
             batch = turn % self._batches(rank, worker)
         else:
             workers, batches = self._turns_of(rank)
             worker = int(workers[step])
             batch = int(batches[step])
-        owner = rank * self._workers + worker
-        start = self._starts[owner] + batch * self._rows
-        return start, min(start + self._rows, self._starts[owner + 1])
+        owner = rank * self.workers + worker
+        start = self._starts[owner] + batch * self.rows
+        return start, min(start + self.rows, self._starts[owner + 1])
 
     def sample_number(self, draw: int) -> int:
         """Return the number that megatron-energon gives a draw: each worker counts its own, and they take turns."""
         owner = int(np.searchsorted(self._starts, draw, side="right")) - 1
-        return (draw - self._starts[owner]) * self._workers + owner % self._workers
+        return (draw - self._starts[owner]) * self.workers + owner % self.workers
 
 
 def _divided(samples: int, workers: int, rotation: int) -> list[int]:

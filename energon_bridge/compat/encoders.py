@@ -97,14 +97,7 @@ class DefaultTaskEncoder(task_encoder.DefaultTaskEncoder[SampleT, EncodedT, RawB
             dataset = RepeatDataset(dataset)
         if shuffle_buffer_size is not None and shuffle_buffer_size > 1:
             dataset = ShuffleBufferDataset(dataset, size=shuffle_buffer_size, worker_config=worker_config)
-        dataset = self.build_encode_sample(dataset, worker_config=worker_config)
-        dataset = self.build_batch(
-            dataset,
-            batch_size=batch_size,
-            batch_drop_last=batch_drop_last,
-            packing_buffer_size=packing_buffer_size,
-            worker_config=worker_config,
-        )
+        dataset = self._batches_of(dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size)
         return EpochizeDataset(dataset, virtual_epoch_length) if virtual_epoch_length > 0 else dataset
 
     def build_val_datasets(
@@ -120,15 +113,20 @@ class DefaultTaskEncoder(task_encoder.DefaultTaskEncoder[SampleT, EncodedT, RawB
         """Concatenate, encode, batch and limit the datasets of a mix."""
         parts = [self._load_dataset(dataset, 0, worker_config) for dataset in datasets]
         dataset = parts[0] if len(parts) == 1 else ConcatDataset(*parts, worker_config=worker_config)
-        dataset = self.build_encode_sample(dataset, worker_config=worker_config)
-        dataset = self.build_batch(
-            dataset,
+        dataset = self._batches_of(dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size)
+        return LimitDataset(dataset, limit, reset_after_epoch=True) if limit else dataset
+
+    def _batches_of(
+        self, dataset: Any, worker_config: Any, batch_size: int | None, drop_last: bool, buffer_size: int | None
+    ) -> Any:
+        """Encode the samples of a dataset, and pack and batch them, by the hooks for each."""
+        return self.build_batch(
+            self.build_encode_sample(dataset, worker_config=worker_config),
             batch_size=batch_size,
-            batch_drop_last=batch_drop_last,
-            packing_buffer_size=packing_buffer_size,
+            batch_drop_last=drop_last,
+            packing_buffer_size=buffer_size,
             worker_config=worker_config,
         )
-        return LimitDataset(dataset, limit, reset_after_epoch=True) if limit else dataset
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: Any) -> Any:
         # Private in megatron-energon, too; copies of its build_train_datasets call it.

@@ -72,8 +72,7 @@ def get_dataset_from_config(
     Raises:
         NotProvidedError: An argument of megatron-energon's dataset classes that has no counterpart.
     """
-    names = {"dataset_config": dataset_config, "split_config": split_config}
-    settings: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    settings = _given(dataset_config=dataset_config, split_config=split_config)
     settings |= {"split_part": split_part or "train", "worker_config": worker_config}
     settings |= {"subflavors": subflavors, "sample_type": sample_type}
     if "shuffle_over_epochs" in kwargs:
@@ -230,8 +229,7 @@ class DatasetLoader(DatasetLoaderInterface):
         if shuffle_over_epochs_multiplier != 1:
             raise not_provided("DatasetLoader(shuffle_over_epochs_multiplier=…)", "pass it to get_datasets")
         self.path = EPath(path)
-        names = {"split_part": split_part, "dataset_config": dataset_config, "split_config": split_config}
-        self._settings = {name: value for name, value in names.items() if value is not None}
+        self._settings = _given(split_part=split_part, dataset_config=dataset_config, split_config=split_config)
         self._subflavors = subflavors or {}
 
     def get_dataset(self, *, training: bool, split_part: str | None = None, **kwargs: Any) -> OpenedDataset:
@@ -306,6 +304,10 @@ def _references(mix: Mix) -> list[TraversedDatasetReference]:
         aux = {name: EPath(ref.path) for name, ref in leaf.aux.items()}
         references.append(TraversedDatasetReference(EPath(leaf.path), leaf.split_part, aux, dict(leaf.subflavors)))
     return references
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _number(repetitions: Fraction | None) -> float | int | None:

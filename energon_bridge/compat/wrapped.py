@@ -280,8 +280,8 @@ class ShuffleBufferDataset(Wrapper):
     size: int
 
 
-class BlendDataset(Wrapper):
-    """Draws from training datasets by weights."""
+class _Several(Wrapper):
+    """Several datasets with their weights, `parts`, as one."""
 
     def __init__(self, *dataset_weights: tuple[Any, float], worker_config: Any = None) -> None:
         super().__init__(dataset_weights[0][0], worker_config=worker_config)
@@ -291,15 +291,15 @@ class BlendDataset(Wrapper):
         return sum(len(dataset) for dataset, _ in self.parts)
 
 
-class ConcatDataset(Wrapper):
+class BlendDataset(_Several):
+    """Draws from training datasets by weights."""
+
+
+class ConcatDataset(_Several):
     """One dataset after the other."""
 
     def __init__(self, *datasets: Any, worker_config: Any = None) -> None:
-        super().__init__(datasets[0], worker_config=worker_config)
-        self.parts = tuple((dataset, 1.0) for dataset in datasets)
-
-    def __len__(self) -> int:
-        return sum(len(dataset) for dataset, _ in self.parts)
+        super().__init__(*((dataset, 1.0) for dataset in datasets), worker_config=worker_config)
 
 
 def _batch_itself(batch: list[Any]) -> Any:
