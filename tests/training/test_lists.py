@@ -44,7 +44,7 @@ from energon_bridge.core.errors import EmptyDatasetError, SampleError
 from energon_bridge.models.conversations import conversation
 from energon_bridge.models.conversations.conversation import read_conversation
 from energon_bridge.models.conversations.cooker import cook_conversation
-from energon_bridge.models.conversations.turns import has_empty_answer
+from energon_bridge.models.conversations.turns import doubts_of_turns
 from energon_bridge.training.presets import ModelBundle
 
 
@@ -731,7 +731,7 @@ def test_training_warns_of_what_convert_names_as_empty(form: str, tmp_path: Path
             cook_conversation({"__key__": "k", "json": entry, "__restore_key__": (), "__subflavors__": None})
         )
     )
-    assert ("empty answer" in caplog.text) == (form in SAYS_NOTHING) == has_empty_answer(entry)
+    assert ("empty answer" in caplog.text) == (form in SAYS_NOTHING) == ("blank" in doubts_of_turns(entry))
 
 
 def test_convert_counts_and_names_empty_answers(tmp_path: Path) -> None:

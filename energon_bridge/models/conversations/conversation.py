@@ -56,6 +56,7 @@ from energon_bridge.models.conversations.turns import (
     read_turns,
     system_prompt,
 )
+from energon_bridge.models.conversations.unused import name_order, name_unused
 from energon_bridge.models.conversations.withheld import is_weight, learned_if
 
 _logger = logging.getLogger(__name__)
@@ -353,6 +354,7 @@ def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
             f"the sample has the {kind}s {', '.join(names)}, and they would be shown in the order of their names, "
             f"{', '.join(shown)}: list them in the right order, as {kind}s: [PART, …] in its json"
         )
+    name_order(sample, kind, shown)
     return [sample[name] for name in shown]
 
 
@@ -539,6 +541,8 @@ def turn_holder(sample: Any) -> Any:
         if isinstance(holder, list) and holder:
             return {"messages": holder}
         if holder is not sample and isinstance(holder, MAPPING) and (turns := read_turns(holder)) is not None:
+            if isinstance(sample, MAPPING):
+                name_unused(sample, holder)
             is_pair = all(holder.get(name) is None for name in _TURNS)
             return {**holder, "messages": turns, **dict.fromkeys(SYSTEMS)} if is_pair else holder
         if holder is not None and any(_value(holder, name) is not None for name in _TURNS):

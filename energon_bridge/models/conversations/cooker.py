@@ -42,6 +42,7 @@ from energon_bridge.models.conversations.turns import (
     read_turns,
     system_prompt,
 )
+from energon_bridge.models.conversations.unused import name_unused
 from energon_bridge.models.conversations.withheld import fault_of_split, fault_of_verdict, first_held_out, held_out_by
 from energon_bridge.models.families import (
     ChatSample,
@@ -82,6 +83,7 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
             f"the part `{document}` of the sample is no image, video or sound, and the question would be learned "
             "without it: make images of it, or leave it out"
         )
+    name_unused(sample, content)
     return ChatSample(
         **basic_sample_keys(sample),
         messages=turns,

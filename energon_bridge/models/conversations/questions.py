@@ -80,7 +80,7 @@ _METADATA = frozenset(
         *("topic_difficulty", "question_concept", "concept", "comment_count", "country", "state", "city", "email"),
         *("original_question", "semantic", "semantic_str", "program", "groups", "types", "annotations", "entailed"),
         *("duration", "equivalent", "operation", "operation/reasoning", "answer_from", "ocr", "ocr_info"),
-        *("image_classes", "metamap_phrases", "language_code", "lang_code", "country_code"),
+        *("image_classes", "metamap_phrases", "language_code", "lang_code", "country_code", "width", "height"),
     )
 )
 _ENDINGS = re.compile(
@@ -89,7 +89,8 @@ _ENDINGS = re.compile(
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _ANY_LETTER = re.compile(r"[^\W\d_]")
-_NEVER_NAMES = ("premise", "hypothesis", "claim", "statement", "scenario", "situation", "unit", "units")
+_UNITS = ("unit", "units")
+_NEVER_NAMES = ("premise", "hypothesis", "claim", "statement", "scenario", "situation", *_UNITS)
 """Columns of texts that a question is about, or of the unit of its answer, however short."""
 _OF_SOUNDS = re.compile(
     r"(?:(?:video|audio|speech|asr|whisper|full|auto)_)*(?:asr|transcripts?|transcriptions?|subtitles?|narrations?"
@@ -755,6 +756,19 @@ def is_metadata(column: str) -> bool:
     """Return whether a column is known to say something of a sample, or of its answer, and not to be part of it."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])|[ -]", "_", column).lower()  # fullAnswer, l2-category
     return column.startswith("__") or name in _METADATA or name in _OF_ANSWERS or bool(_ENDINGS.fullmatch(name))
+
+
+def is_silent(column: str, value: Any) -> bool:
+    """Return whether a column is known to say something of a sample, and nothing that a model could learn."""
+    name = column.lower()
+    return column.startswith("__") or (is_metadata(name) and name not in _OF_ANSWERS and not _is_long(value))
+
+
+def question_with(columns: Sequence[str], asked: str) -> str:
+    """Return the template of a question with other columns: before it, and units of its answer behind it."""
+    units = [name for name in columns if name.lower() in _UNITS]
+    before = [f"{{{name}}}" for name in columns if name not in units]
+    return "\\n".join([*before, f"{{{asked}}}" + "".join(f" (in {{{name}}})" for name in units)])
 
 
 def texts_in(value: Any) -> list[str]:

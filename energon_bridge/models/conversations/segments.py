@@ -489,6 +489,11 @@ def _changing(columns: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(name, known[name]) for name in columns if name in known]
 
 
+def may_change(name: str) -> bool:
+    """Return whether a field of an entry is one of those whose effect on the sample is named, if it has any."""
+    return bool(_changing((name,)))
+
+
 _named: set[str] = set()
 _logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ could not learn.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -50,6 +51,7 @@ from energon_bridge.models.conversations.questions import (
     is_missing,
     lost_thoughts,
     not_said,
+    question_with,
     texts_in,
     texts_of,
     unknown_texts,
@@ -139,7 +141,7 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
             raise SampleError(
                 f"`{unknown[0]}` has a text beside `{pair[0]}` and `{pair[1]}` ({short(entry[unknown[0]])}), which "
                 f"may belong to the question: convert the list with --ignore {unknown[0]}, or with the text of the "
-                f"question, as --question '{{{unknown[0]}}}\\n{{{pair[0]}}}'"
+                f"question, as --question '{question_with(unknown[:1], pair[0])}'"
             )
         if doubt := doubt_of_answer(entry, pair):
             raise SampleError(doubt)
@@ -382,22 +384,44 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
     return all(said)
 
 
-def is_blank(value: Any) -> bool:
-    """Return whether a text says nothing, or none of several."""
+def doubts_of(value: Any, *, learned: bool = True) -> set[Doubt]:
+    """Return what is doubtful about a text, or about all of several; nothing of another value.
+
+    One that is not `learned`, but shown, may be empty, or say `None`.
+    """
     texts = value if isinstance(value, list) else [value]
-    return bool(texts) and all(isinstance(one, str) and not one.strip() for one in texts)
+    if not texts or not all(isinstance(one, str) for one in texts):
+        return set()
+    found: set[Doubt] = {"escaped"} if any(map(ESCAPED.search, texts)) else set()
+    if learned and not any(map(str.strip, texts)):
+        found.add("blank")
+    return found | ({"missing"} if learned and all(one.strip() in MISSING for one in texts) else set())
 
 
-def has_empty_answer(entry: Mapping[str, Any]) -> bool:
-    """Return whether an answer that would be learned is an empty text. Raises SampleError as `read_turns`."""
+def doubts_of_turns(entry: Mapping[str, Any]) -> set[Doubt]:
+    """Return what is doubtful about the answers of a conversation that are learned, or about its texts (`escaped`).
+
+    Raises SampleError as `read_turns`.
+    """
+    found: set[Doubt] = set()
     for turn in read_turns(entry) or ():
         role = ROLES.get(role_name(turn) or "")
         content = content_of(turn)
-        if role == "assistant" and is_learned(role, turn) and not any(turn.get(key) for key in SAYING):
-            parts = [content or ""] if content is None or isinstance(content, str) else content
-            if not any(part_kind(part) != "text" or (part_text(part) or "").strip() for part in parts):
-                return True
-    return False
+        parts = [content or ""] if content is None or isinstance(content, str) else content
+        text = "".join(part_text(part) or "" if part_kind(part) == "text" else " . " for part in parts)
+        is_answer = role == "assistant" and is_learned(role, turn) and not any(turn.get(key) for key in SAYING)
+        found |= doubts_of(text, learned=is_answer)
+    return found
+
+
+LEARNED = ("caption", "text", "answers", "label_name")
+SHOWN = ("context",)
+"""Fields of sample types with texts that are learned, or shown."""
+Doubt = Literal["blank", "missing", "escaped"]
+"""What a text is that may be a mistake: empty, a missing value that was made a text, or with entities of HTML."""
+MISSING = frozenset(("N/A", "n/a", "NA", "#N/A", "<NA>", "None", "null", "NULL", "nan", "NaN"))
+"""What Python, pandas, JSON, SQL and spreadsheets write for a missing value."""
+ESCAPED = re.compile(r"&(?:amp|quot|apos|lt|gt|nbsp|#\d{1,6}|#x[0-9a-fA-F]{1,5});")
 
 
 def system_prompt(entry: Mapping[str, Any]) -> Any:

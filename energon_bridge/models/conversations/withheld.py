@@ -133,7 +133,7 @@ _IF_NOT_SET = re.compile(
 _REWARDS = re.compile(r"(?:(?:final|total|mean|avg|outcome|task|episode|verifier)_)?reward(?:_score|_value)?")
 """Numbers that say how good an answer is: not above 0, and it is a bad one."""
 _WEIGHTS = re.compile(
-    r"(?:(?:sample|example|row|data|train|training|loss|turn|message)_)?weight|loss(?:_scale)?|(?:loss|train|training)_mask"
+    r"(?:(?:sample|example|row|data|train|training|loss|turn|message)_)?(?:weight|wt)|loss(?:_scale)?|(?:loss|train|training)_mask"
 )
 """Numbers that say how much a sample or turn counts for the loss: 0, and it is not learned."""
 _LEARNED_IF_SET = re.compile(
@@ -174,7 +174,7 @@ def may_be_unlearned(key: str, value: Any) -> bool:
 
 
 _ASIDE_IF_SET = re.compile(
-    r"(?:is_)?(?:hidden|invisible|prefill|prefilled|deprecated|superseded|frozen|input|history|context)(?:_only)?"
+    r"(?:is_)?(?:hidden|invisible|prefix|partial|prefill|prefilled|deprecated|superseded|frozen|input|history|context)(?:_only)?"
 )
 _ASIDE_IF_NOT_SET = re.compile(r"(?:is_)?(?:visible|target|label|output|active|requires_grad)")
 _UNSURE_MASKS = ("label_mask", "labels_mask", "target_mask", "assistant_mask")

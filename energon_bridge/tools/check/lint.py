@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -55,7 +55,7 @@ from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.models.conversations.parts import MEDIA, medium_by_name
 from energon_bridge.models.conversations.segments import changes_beside
-from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
+from energon_bridge.models.conversations.turns import LEARNED, Doubt, doubts_of, doubts_of_turns
 from energon_bridge.models.conversations.withheld import fault_of_verdict, held_out_by
 from energon_bridge.tools.convert.conversations import is_conversation
 
@@ -113,7 +113,8 @@ def _remedy(dataset: PreparedDataset, error: str) -> str:
 class ShardReport:
     """The result for one shard.
 
-    `blank` are the keys of samples with an empty text, `raw` of those with bytes in a field of tensors, `turned` of
+    `blank` are the keys of samples with an empty text, `missing` of those whose answer seems to be a missing value,
+    `escaped` of those with entities of HTML in a text, `raw` of those with bytes in a field of tensors, `turned` of
     those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed;
     `silent`, `cancelled` and `loud` of those with an odd sound (`Doubt` of `models/families/sound.py`).
     Of samples of a field map: `rejected` of those that their JSON says annotators rejected, `held_out` of those that it
@@ -124,6 +125,8 @@ class ShardReport:
     num_checked: int
     problems: tuple[Problem, ...]
     blank: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    escaped: tuple[str, ...] = ()
     raw: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
     unopened: tuple[str, ...] = ()
@@ -357,7 +360,7 @@ class _ShardCheck:
         self._name = dataset.shard_names[shard]
         self._num_checked = 0
         self._problems: list[Problem] = []
-        self._blank: list[str] = []
+        self._doubts: dict[Doubt, list[str]] = {"blank": [], "missing": [], "escaped": []}
         self._raw: list[str] = []
         self._rejected: list[str] = []
         self._held_out: dict[bool, list[str]] = {}
@@ -406,8 +409,7 @@ class _ShardCheck:
             self._num_checked += 1
             try:
                 entry = parse_line(data)
-                if isinstance(entry, dict) and _says_nothing(entry):
-                    self._blank.append(str(index))
+                self._note_doubts(str(index), _doubts_in({PART: entry}))
                 self._cook({"__key__": str(index), PART: entry})
             except EnergonError as error:
                 self.report(error, key=str(index), part=PART)
@@ -445,11 +447,11 @@ class _ShardCheck:
         if len(keys) == self._num_checked:
             self._check_excluded(excluded, keys)
 
-    def _check_row(self, row: ForeignRow) -> bool:
-        """Treat a row as training does; return whether it has an empty text."""
+    def _check_row(self, row: ForeignRow) -> set[Doubt]:
+        """Treat a row as training does; return what is doubtful about its texts."""
         decoded = self._decoded(row.key, row.parts)
         if decoded.keys() != row.parts.keys():
-            return _has_blank(decoded)
+            return _doubts_in(decoded)
         fields = decoded
         try:
             if self._dataset.is_crude:
@@ -460,15 +462,15 @@ class _ShardCheck:
                 self._raw += [row.key] * _has_raw(self._dataset.sample_type, fields)
         except Exception as error:  # a sample type may raise anything
             self.report(error, key=row.key)
-        return _has_blank(fields)
+        return _doubts_in(fields)
 
-    def _check_sample(self, index: int, key: str, parts: Mapping[str, memoryview]) -> bool:
-        """Decode the parts that training needs, and build the fields; return whether a text is empty."""
+    def _check_sample(self, index: int, key: str, parts: Mapping[str, memoryview]) -> set[Doubt]:
+        """Decode the parts that training needs, and build the fields; return what is doubtful about texts."""
         dataset = self._dataset
         wanted = wanted_parts(dataset, parts)
         decoded = self._decoded(key, wanted)
         if decoded.keys() != wanted.keys():
-            return False
+            return set()
         fields = decoded
         try:
             sample, fields = made_sample(dataset, index, key, decoded)
@@ -482,7 +484,7 @@ class _ShardCheck:
             self.report(dataset.missing_field(decoded, parts) or error, key=key)
         except Exception as error:  # a sample loader can raise anything
             self.report(error, key=key)
-        return _has_blank(fields)
+        return _doubts_in(fields)
 
     def _decoded(self, key: str, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return parts as training decodes them; those that cannot be are reported, and left out."""
@@ -522,9 +524,12 @@ class _ShardCheck:
                 MetadataError(f"`exclude` of the split file lists the sample {key!r}, which is not there.{hint}")
             )
 
-    def _note(self, key: str, parts: Mapping[str, Any], is_blank: bool) -> None:
-        if is_blank:
-            self._blank.append(key)
+    def _note_doubts(self, key: str, doubts: set[Doubt]) -> None:
+        for doubt in doubts:
+            self._doubts[doubt].append(key)
+
+    def _note(self, key: str, parts: Mapping[str, Any], doubts: set[Doubt]) -> None:
+        self._note_doubts(key, doubts)
         if _is_turned(parts):
             self._turned.append(key)
         if _is_unopened(parts):
@@ -536,7 +541,7 @@ class _ShardCheck:
             shard=self._name,
             num_checked=self._num_checked,
             problems=(*self._problems,),
-            blank=(*self._blank,),
+            **{name: (*keys,) for name, keys in self._doubts.items()},
             raw=(*self._raw,),
             turned=(*self._turned,),
             unopened=(*self._unopened,),
@@ -650,16 +655,17 @@ def _has_raw(sample_type: type, fields: Mapping[str, Any]) -> bool:
     return any(isinstance(fields.get(name), bytes) for name, _, kind in declared if "Tensor" in kind)
 
 
-def _has_blank(values: Mapping[str, Any]) -> bool:
-    return any(_says_nothing(value) if isinstance(value, dict) else is_blank(value) for value in values.values())
-
-
-def _says_nothing(entry: dict[str, Any]) -> bool:
-    """Return whether an answer of a conversation, or a caption in JSON, is empty."""
-    try:
-        return is_blank(entry.get("caption")) or has_empty_answer(entry)
-    except SampleError:  # for training to say
-        return False
+def _doubts_in(values: Mapping[str, Any]) -> set[Doubt]:
+    """Return what is doubtful about the texts in the fields or parts of a sample."""
+    found: set[Doubt] = set()
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= doubts_of(value.get("caption"))
+            with suppress(SampleError):  # for training to say
+                found |= doubts_of_turns(value)
+        else:
+            found |= doubts_of(value) - (set() if name in (*LEARNED, "txt") else {"missing"})
+    return found
 
 
 def read_rows(dataset: ForeignDataset, shard: int) -> Iterator[ForeignRow | Exception]:

@@ -53,10 +53,11 @@ from energon_bridge.tools.convert.lists import (
     check_captions,
     check_media_meant,
     check_whole,
+    media_order,
     other_text,
     propose_layout,
     text_of_sounds,
-    unused_columns,
+    unused,
 )
 from energon_bridge.tools.convert.options import ConvertOptions
 from energon_bridge.tools.convert.rows import Layout, Source, check_layout, first_rows
@@ -406,8 +407,10 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             values = rows[0].values
             click.echo(f"  answer from {filled(layout.question, values, find_pair(values), layout.answers_as)[1]}")
     looked_at = first_rows(source) if source.kind not in _KEPT else []
-    if unused := unused_columns(looked_at, layout):
-        click.echo(f"  not used: {', '.join(unused)}")
+    for what, names in unused(looked_at, layout, template_columns(getattr(source, "prompt", None) or "")):
+        click.echo(f"  {what}: {', '.join(names)}")
+    for medium, names in media_order(looked_at, layout):
+        click.echo(f"  {medium}s in the order {', '.join(names)} (for another, write one list `{medium}s`)")
     if (other := other_text(looked_at, layout)) is not None:
         click.echo(f"  to take {other[0]} instead: {other[1]}")
     if options.split is None:
@@ -497,6 +500,18 @@ def _report_doubtful(out: Path, done: Converted, layout: Layout) -> None:
     for many, title, rest in (
         (done.skipped, f"Skipped {count_of(len(done.skipped), 'sample')}", f"all in {out}/{SKIPPED}"),
         (done.empty, f"{empty} ({remedy})", "which --json lists"),
+        (
+            done.missing,
+            f"{count_of(len(done.missing), 'sample')} with an answer that may be a missing value (N/A, None, null, "
+            "nan), learned as it stands (to leave one out, take it out of the source)",
+            "which --json lists",
+        ),
+        (
+            done.escaped,
+            f"{count_of(len(done.escaped), 'sample')} with entities of HTML in a text (&amp;, &quot;), learned as they "
+            "stand (unescape them in the source)",
+            "which --json lists",
+        ),
     ):
         for message in [f"{title}:", *(f"  {one}" for one in many[:5])] if many else ():
             click.echo(message)

@@ -41,6 +41,14 @@ _SURPRISES = {
         "Training skips and counts a sample without a text to learn; from an empty answer a model learns to say "
         f"nothing. To leave one out, {LEAVE_OUT}.",
     ),
+    "missing": (
+        "an answer that may be a missing value (N/A, None, null, nan)",
+        f"It is learned as it stands. To leave one out, {LEAVE_OUT}.",
+    ),
+    "escaped": (
+        "entities of HTML in a text (&amp;, &quot;)",
+        "They are learned as they stand: unescape them in the source.",
+    ),
     "raw": ("an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
     "turned": ("an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
     "unopened": ("a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),

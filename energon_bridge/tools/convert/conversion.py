@@ -33,12 +33,21 @@ from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, has_checks
 from energon_bridge.core.format.parallel import Progress, Task, Workers, map_shards, unseen
 from energon_bridge.core.prepare.indexing import ShardRecord
 from energon_bridge.core.storage import open_store
-from energon_bridge.models.conversations.turns import has_empty_answer, is_blank
+from energon_bridge.models.conversations.turns import (
+    ESCAPED,
+    LEARNED,
+    MISSING,
+    SHOWN,
+    Doubt,
+    doubts_of,
+    doubts_of_turns,
+)
 from energon_bridge.tools.convert.finish import (
     OPTIONS,
     RECORDS,
     Converted,
     by_number,
+    doubtful,
     finish_dataset,
     is_whole,
     load_record,
@@ -274,10 +283,10 @@ def _make_shard(
                 shard.record.num_failed += not isinstance(error, SkipSample)
                 continue
             shard.record.num_rejected += sample.num_rejected
-            if options.layout.is_crude and _says_nothing(dict(content).get("json", b"")):
-                shard.record.empty.append(sample.where)
-            elif _has_no_text(dict(content), fields):
-                shard.record.empty.append(f"{sample.where} (key {sample.key})")
+            written = dict(content)
+            doubts = _of_conversation(written.get("json", b"")) if options.layout.is_crude else set()
+            place = sample.where if doubts else f"{sample.where} (key {sample.key})"
+            shard.record.empty += [doubtful(place, doubt) for doubt in sorted(doubts or _of_texts(written, fields))]
     except BaseException:
         shard.abort()
         raise
@@ -298,33 +307,36 @@ def _change(before: ShardRecord, job: ShardJob) -> str:
     )
 
 
-def _says_nothing(data: bytes) -> bool:
-    """Return whether an answer of a conversation, as JSON, is empty."""
-    if _BLANK.search(data) is None:
-        return False
+def _of_conversation(data: bytes) -> set[Doubt]:
+    """Return what is doubtful about the texts of a conversation, as JSON."""
+    if _DOUBTFUL.search(data) is None:
+        return set()
     try:
         entry = json.loads(data)
-        return isinstance(entry, dict) and has_empty_answer(entry)
+        return doubts_of_turns(entry) if isinstance(entry, dict) else set()
     except (ValueError, SampleError):  # not a fault of the conversion: training reports it when it reads the sample
-        return False
+        return set()
 
 
-def _has_no_text(parts: Mapping[str, bytes], fields: Mapping[str, str]) -> bool:
-    """Return whether a caption, text or answer that is learned is empty: a part of its own, or in one as JSON."""
-    learned = [access for name, access in fields.items() if name in _LEARNED] if fields else ["txt"]
-    for access in learned:
-        data = parts.get(access.partition("[")[0])
-        if data is not None and "[" not in access and not data.strip():
-            return True
-        if data is not None and "[" in access and _BLANK.search(data) is not None:
-            (value,) = FieldMap({"text": access})({access.partition("[")[0]: json.loads(data)}).values()
-            if is_blank(value):
-                return True
-    return False
+def _of_texts(parts: Mapping[str, bytes], fields: Mapping[str, str]) -> set[Doubt]:
+    """Return what is doubtful about a caption, question or answer: a part of its own, or in one as JSON."""
+    texts = [(name, access) for name, access in fields.items() if name in (*LEARNED, *SHOWN)]
+    found: set[Doubt] = set()
+    for name, access in texts if fields else [(LEARNED[0], "txt")]:
+        part = access.partition("[")[0]
+        data = parts.get(part, b" - ")
+        if "[" not in access:
+            found |= doubts_of(data.decode("utf-8", "replace"), learned=name in LEARNED)
+        elif _DOUBTFUL.search(data) is not None:
+            (value,) = FieldMap({"text": access})({part: json.loads(data)}).values()
+            found |= doubts_of(value, learned=name in LEARNED)
+    return found
 
 
-_LEARNED = ("caption", "text", "answers", "label_name")
-_BLANK = re.compile(rb'"(?:\\[nrt]|\s)*"|: *null')
+_BLANKS = r"(?:\\[nrt]|\s)*"
+_DOUBTFUL = re.compile(
+    rf'"{_BLANKS}(?:{"|".join(map(re.escape, sorted(MISSING)))})?{_BLANKS}"|: *null|{ESCAPED.pattern}'.encode()
+)
 
 
 def stopped(message: object) -> SourceError:

@@ -15,6 +15,7 @@ from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, meta_path,
 from energon_bridge.core.format.tar_index import index_name
 from energon_bridge.core.prepare.indexing import RECORD_SUFFIX, ShardRecord
 from energon_bridge.core.storage import open_store
+from energon_bridge.models.conversations.turns import Doubt
 from energon_bridge.tools.convert.options import ConvertOptions, changed_options, type_name
 from energon_bridge.tools.convert.shards import (
     PartsFolder,
@@ -36,7 +37,8 @@ class Converted:
     `left_out` counts the files of a folder that were not taken, with the reason.
     `num_unread` media files could not be opened, `num_unread_images` of them images; `needed` says which packages
     would open some. `num_rejected` answers were left
-    out of samples that also have a preferred one. `empty` has the places of samples with an empty answer.
+    out of samples that also have a preferred one. `empty` has the places of samples with an empty answer, `missing` of
+    those whose answer seems to be a missing value (`N/A`), `escaped` of those with entities of HTML in a text.
     """
 
     shard_counts: dict[str, int]
@@ -48,7 +50,20 @@ class Converted:
     left_out: tuple[str, ...] = ()
     num_rejected: int = 0
     empty: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    escaped: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
+
+
+def doubtful(place: str, doubt: Doubt) -> str:
+    """Return the entry of a shard's record for a sample with a doubtful text: of an empty one, its place alone."""
+    return place if doubt == "blank" else f"{place}\t{doubt}"
+
+
+def _places(records: Mapping[str, ShardRecord], doubt: Doubt) -> tuple[str, ...]:
+    """Return the places of the samples with a doubt, in their order."""
+    entries = (entry.partition("\t") for record in records.values() for entry in record.empty)
+    return tuple(sorted((place for place, _, said in entries if (said or "blank") == doubt), key=by_number))
 
 
 def by_number(message: str) -> list[str | int]:
@@ -132,7 +147,9 @@ def finish_dataset(
         num_unread_images=sum(count for name, count in unread.items() if kind_by_name(f".{name}") == "image"),
         needed=tuple(sorted({one for record in shards.values() for one in record.needed})),
         num_rejected=sum(record.num_rejected for record in shards.values()),
-        empty=tuple(sorted((place for record in shards.values() for place in record.empty), key=by_number)),
+        empty=_places(shards, "blank"),
+        missing=_places(shards, "missing"),
+        escaped=_places(shards, "escaped"),
     )
 
 

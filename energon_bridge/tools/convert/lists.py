@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -39,25 +39,25 @@ from energon_bridge.models.conversations.questions import (
     columns_of,
     is_metadata,
     options_of,
+    question_with,
     short_text,
-    template_columns,
     texts_in,
     texts_of,
     unknown_texts,
 )
-from energon_bridge.models.conversations.segments import is_option, is_used_option
+from energon_bridge.models.conversations.segments import is_option
 from energon_bridge.models.conversations.turn_media import unseen_medium
 from energon_bridge.models.conversations.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
     KNOWN_BESIDE,
     ROLES,
-    SEVERAL,
     find_pair,
     has_pairs,
     has_preferences,
     not_in_turns,
 )
+from energon_bridge.models.conversations.unused import has_order, unused_columns, unused_keys
 from energon_bridge.models.conversations.withheld import accepted
 from energon_bridge.tools.convert.conversations import (
     as_files,
@@ -642,8 +642,10 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
     label = _named(values, _LABELS)
     if question is None and caption is not None and _ask([row.values.get(caption) for row in rows]):
         question = caption  # of POPE, whose answers are in `label`
+    answers = _named(values, _ANSWERS)
+    if question is None and caption is not None and (answer := _answer_to_all(rows, caption)) is not None:
+        question, answers = caption, answer
     if question is not None:
-        answers = _named(values, _ANSWERS)
         fields = {**image, "context": question} | ({"answers": answers} if answers else {})
         return Layout(sample_type="VQASample", fields=fields, bare=bare)
     if caption is not None:
@@ -660,6 +662,14 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
     if (caption := _named(values, ("caption_str", "comment", "sentence"))) is not None:  # of TextCaps, of Flickr30k
         return Layout(sample_type="CaptioningSample", fields={**image, "caption": caption}, bare=bare)
     return Layout(sample_type="ImageSample", fields=image, bare=bare)
+
+
+def _answer_to_all(rows: Sequence[Row], asked: str) -> str | None:
+    """Return the only other column of texts if rows have one and the same text in `asked`, as a prompt of OCR."""
+    if len(rows) < 4 or len({str(row.values.get(asked)) for row in rows}) > 1:
+        return None
+    found = {name for row in rows for name in unknown_texts(row.values, (asked,))}
+    return found.pop() if len(found) == 1 else None
 
 
 def _ask(texts: Sequence[Any]) -> bool:
@@ -796,18 +806,7 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
             )
         if not layout.is_crude or not is_asked:
             continue
-        kinds: dict[str | None, list[str]] = {}
-        for name, of in row.files.items():
-            first = of[0] if isinstance(of, tuple) and of else of
-            if name not in layout.ignored and not isinstance(first, tuple):
-                is_image = medium_by_name(f"x.{first.extension}") == "image"
-                if is_image and re.fullmatch(r"(video|audio|sound)s?", name.lower()):
-                    raise SourceError(
-                        f"{row.where}: `{name}` is images, which would be shown as such: make one file of the frames "
-                        "of a video, or call the column images."
-                    )
-                kinds.setdefault(medium_by_name(f"{name}.{first.extension}"), []).append(name)
-        for kind, names in kinds.items():
+        for kind, names in _columns_of_media(row, layout).items():
             other = next(filter(is_drawn, names), "")
             if kind is not None and other and len(names) > 1:
                 raise SourceError(
@@ -815,7 +814,7 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
                     f"them: leave those out that it is not about (energon convert with --ignore {other}), or write the "
                     f"others into one list `{kind}s`."
                 )
-            ordered = sorted(names, key=lambda name: natural_order(f"{name}."))
+            ordered = sorted(names, key=_shown_at)
             is_other = ordered != names and len({re.sub(r"\d+", "", name) for name in names}) > 1
             if kind is not None and (is_other or is_against_names(ordered)):
                 raise SourceError(
@@ -825,6 +824,26 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
                 )
 
 
+def _columns_of_media(row: Row, layout: Layout) -> dict[str | None, list[str]]:
+    """Return the columns of media of a row by their kinds; raises SourceError for pictures in a column of videos."""
+    kinds: dict[str | None, list[str]] = {}
+    for name, of in row.files.items():
+        first = of[0] if isinstance(of, tuple) and of else of
+        if name in layout.ignored or isinstance(first, tuple):
+            continue
+        if medium_by_name(f"x.{first.extension}") == "image" and re.fullmatch(r"(video|audio|sound)s?", name.lower()):
+            raise SourceError(
+                f"{row.where}: `{name}` is images, which would be shown as such: make one file of the frames "
+                "of a video, or call the column images."
+            )
+        kinds.setdefault(medium_by_name(f"{name}.{first.extension}"), []).append(name)
+    return kinds
+
+
+def _shown_at(column: str) -> list[tuple[int, str]]:
+    return natural_order(f"{column}.")
+
+
 def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, str] | None, remedy: str) -> str:
     asked = "question" if pair is None else pair[0]
     beside = "a question" if pair is None else f"`{asked}`"
@@ -832,43 +851,48 @@ def _beside(columns: Sequence[str], values: Mapping[str, Any], pair: tuple[str, 
     with suppress(SampleError):
         options = options_of(values)
         known = [name for name in columns_of(values) if options is None or name not in options.columns]
-    parts = [f"{{{column}}}" for column in dict.fromkeys((*known, *columns, asked))]
+    template = question_with(list(dict.fromkeys((*known, *columns))), asked)
     if whole := [name for name in columns if values.get(asked) and str(values[asked]) in str(values[name])]:
-        parts = [f"{{{whole[0]}}}"]
+        template = f"{{{whole[0]}}}"
     others = f" (and so has {', '.join(f'`{name}`' for name in columns[1:])})" if columns[1:] else ""
-    remedy = remedy.replace("{COLUMN}\\n{question}", "\\n".join(parts))
+    remedy = remedy.replace("{COLUMN}\\n{question}", template)
     return (
         f"the column `{columns[0]}` beside {beside} has a text ({shown(values[columns[0]])}) that may belong to the "
         f"question, and would not be learned{others}. {remedy.replace('COLUMN', ' --ignore '.join(columns))}"
     )
 
 
-def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
-    """Return the columns that neither fields nor conversations take; of other crude samples none, for all are kept."""
-    used = layout.columns | {*layout.ignored, "files"}
+def unused(rows: Sequence[Row], layout: Layout, more: Collection[str] = ()) -> list[tuple[str, list[str]]]:
+    """Return what neither fields nor conversations take, and who might; of other crude samples nothing: all is kept.
+
+    `more` columns are taken, too.
+    """
+    used = {*layout.columns, *layout.ignored, *more, "files"}
     names: dict[str, None] = {}
+    of_pairs: dict[str, None] = {}
+    of_turns: dict[str, None] = {}
     for row in rows:
-        taken: Iterable[str] = ()
         if layout.is_crude:
-            pair = find_pair(row.values)
-            has_turns = any(name in row.values for name in CONVERSATIONS)
-            if pair is None and not (has_turns or has_pairs(row.values)):
-                continue
-            taken = (
-                *CONVERSATIONS,
-                *SEVERAL,
-                *(KNOWN_BESIDE - {"label", "objects"}),
-                *row.files,
-                *(pair or ()),
-                *(name for name in row.values if row.files and is_used_option(name)),
-            )
-            if pair is None and not has_turns:
-                taken = (*taken, *CONTEXTS, *CHOICES)
-            elif not has_turns:
-                taken = (*taken, *(template_columns(layout.question) if layout.question else columns_of(row.values)))
-        filled = (name for name, value in {**row.values, **row.files}.items() if value not in (None, "", []))
-        names |= dict.fromkeys(name for name in filled if name not in taken and name not in used)
-    return list(names)
+            with suppress(SampleError):  # its sample says so
+                found = unused_columns(row.values, has_media=bool(row.files), question=layout.question)
+                names |= dict.fromkeys(name for name in found if name not in used)
+                keys = unused_keys(row.values)
+                of_pairs |= dict.fromkeys(keys[0])
+                of_turns |= dict.fromkeys(keys[1])
+        else:
+            filled = (name for name, value in {**row.values, **row.files}.items() if is_filled(value))
+            names |= dict.fromkeys(name for name in filled if name not in used)
+    told = (("not used", names), ("not used, of pairs", of_pairs), ("for chat templates only, of turns", of_turns))
+    return [(what, list(of)) for what, of in told if of]
+
+
+def media_order(rows: Sequence[Row], layout: Layout) -> Iterator[tuple[str, list[str]]]:
+    """Yield the kinds of media that questions have in several columns, and these in the order that is shown."""
+    asking = (row for row in rows[:1] if layout.is_crude and (find_pair(row.values) or has_pairs(row.values)))
+    for row in asking:
+        for kind, names in _columns_of_media(row, layout).items():
+            if kind is not None and has_order(names):
+                yield kind, sorted(names, key=_shown_at)
 
 
 def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:

@@ -39,7 +39,7 @@ from energon_bridge.models.av.media_file import import_av
 from energon_bridge.models.conversations.parts import medium_by_name
 from energon_bridge.models.conversations.questions import template_columns, with_texts
 from energon_bridge.models.conversations.segments import segment_meaning
-from energon_bridge.models.conversations.turns import BESIDE_PAIRS, CONVERSATIONS, PAIRS, find_pair
+from energon_bridge.models.conversations.turns import CONVERSATIONS, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import FileRef, Layout, Row, RowSample, Source, located, media_file, shown
 from energon_bridge.tools.convert.splits import folder_split, part_order
@@ -167,8 +167,6 @@ class SpeechSource(TableSource):
         self._file, self.text = names
         self._speakers = speakers
         self._is_named = False
-        if (unused := _unused(entries, names)) is not None:
-            self.left_out = (unused,)
 
     @cached_property
     def groups(self) -> Sequence[str] | None:
@@ -276,13 +274,6 @@ _NO_PATH = re.compile(r"\|\s*$|^\||^-$|:\d+$")
 """Kaldi's extended filenames that are no paths."""
 
 
-def _unused(entries: ListedEntries | LineEntries, names: Sequence[str]) -> str | None:
-    """Return which columns of the first rows say nothing to a model."""
-    named = {"id", *_TAKEN, *names, *BESIDE_PAIRS, *CONVERSATIONS, *(name for pair in PAIRS for name in pair)}
-    rest = dict.fromkeys(name for entry in _first(entries) for name in entry if name not in named)
-    return f"the columns {', '.join(rest)} (no part of a conversation)" if rest else None
-
-
 def _first(entries: ListedEntries | LineEntries) -> list[Mapping[str, Any]]:
     found = []
     for number in range(min(_LOOKED_AT, len(entries))):
@@ -383,19 +374,23 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the first word of each line, and the rest. Raises SourceError."""
+    """Yield the first word of each line, and the rest as it stands, as Kaldi cuts them. Raises SourceError."""
     try:
         text = path.read_text("utf-8", "surrogateescape")  # a bad line fails alone, as an entry
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: cannot read it: {error}. A folder of Kaldi has wav.scp and text.") from error
     seen: set[str] = set()
     for number, line in enumerate(text.split("\n"), start=1):
-        name, _, rest = line.strip().replace("\t", " ").partition(" ")
+        name, rest = _LINE.findall(line)[0]
         if name in seen:
             raise SourceError(f"{path}, line {number}: {name!r} is there twice. Give it another name.")
         if name:
             seen.add(name)
-            yield name, rest.strip()
+            yield name, rest
+
+
+_LINE = re.compile(r"[ \t\r\f\v]*([^ \t\r\f\v]*)[ \t\r\f\v]*(.*?)[ \t\r\f\v]*\Z", re.DOTALL)
+"""Blanks are those of C's `isspace`: others, such as U+3000, belong to a text."""
 
 
 def _segment(rest: str, recordings: Mapping[str, str]) -> dict[str, Any]:

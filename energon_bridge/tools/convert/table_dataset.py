@@ -50,6 +50,7 @@ from energon_bridge.core.samples import sample_type_by_name
 from energon_bridge.core.storage import OpenFiles, Store, open_store
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.models.conversations.turns import CONVERSATIONS, find_pair
+from energon_bridge.models.conversations.unused import is_filled, name_unused_fields
 from energon_bridge.models.conversations.withheld import NESTED, is_held_out, is_rejecting, may_reject, split_columns
 from energon_bridge.tools.convert.arrow import (
     ArrowSource,
@@ -62,7 +63,7 @@ from energon_bridge.tools.convert.arrow import (
     saved_names,
 )
 from energon_bridge.tools.convert.conversations import as_source, by_options, check_cut
-from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant, check_whole
+from energon_bridge.tools.convert.lists import answers_of, check_beside, check_media_meant, check_whole, unused
 from energon_bridge.tools.convert.row_groups import (
     TAIL_BYTES,
     Batches,
@@ -80,7 +81,7 @@ from energon_bridge.tools.convert.row_groups import (
     sizes_of,
     some_of,
 )
-from energon_bridge.tools.convert.rows import Layout, MediaRoot, check_layout, first_rows, lay_out, located
+from energon_bridge.tools.convert.rows import Layout, MediaRoot, Row, check_layout, first_rows, lay_out, located
 from energon_bridge.tools.convert.table_values import ValueReader, numbers_or_texts
 
 _SUFFIXES = (".parquet", ".arrow")
@@ -162,6 +163,14 @@ def _wanted_columns(layout: Layout, columns: Sequence[str], labels: Collection[s
     return {*wanted}
 
 
+def _name_unused(here: str, rows: Sequence[Row], layout: Layout) -> None:
+    """Warn of columns that the type has no fields for; what conversations do not use is named when they are read."""
+    if not layout.is_crude:
+        filled = {name: value for row in rows for name, value in row.values.items() if is_filled(value)}
+        left = {name: filled[name] for _, names in unused(rows, layout) for name in names if name in filled}
+        name_unused_fields(here, layout.sample_type, left)
+
+
 def open_tables(
     path: str | os.PathLike[str],
     *,
@@ -199,6 +208,7 @@ def open_tables(
         check_whole(rows, f"learn the texts alone: {meant}")
         layout = replace(source.propose(), answers_as=answers_of(rows))
         check_beside(rows, layout, _LEFT_OUT)
+        _name_unused(here, rows, layout)
         for row in () if layout.is_crude else rows:
             with located(row.where), as_source():
                 check_cut(row, layout)

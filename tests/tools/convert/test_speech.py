@@ -64,7 +64,7 @@ def test_a_nemo_manifest(tmp_path: Path, name: str) -> None:
     )
     told = convert(manifest, tmp_path / "out")
     assert "NeMo manifest, 4 samples" in told
-    assert "Left out: the columns lang, pnc (no part of a conversation)." in told
+    assert "not used: lang, pnc\n" in told
     assert "question 'Transcribe the speech.' (--prompt gives another)" in told
     talks = delivered(tmp_path / "out")
     assert [said(one) for one in talks] == [
@@ -320,6 +320,15 @@ def test_a_kaldi_folder_with_segments(tmp_path: Path) -> None:
     ):
         expected, _ = soundfile.read(tmp_path / f"data/wav/{name}.wav", start=first, frames=frames, always_2d=True)
         assert np.array_equal(sound_in(talk)[0], expected)
+
+
+def test_kaldi_texts_stay_as_they_stand_behind_the_first_blanks(tmp_path: Path) -> None:
+    """As `SplitStringOnFirstSpace` of Kaldi's util/text-utils.cc cuts a line: at the first of C's blanks, and trims."""
+    kaldi(tmp_path / "data", segments=True)
+    texts = {"utt1": "A\tB  C", "utt2": "\u3000D\u3000E\u3000", "utt3": "F\u00a0"}
+    (tmp_path / "data/text").write_text("".join(f"{name} \t {text} \t\r\n" for name, text in texts.items()), newline="")
+    convert(tmp_path / "data", tmp_path / "out")
+    assert [said(one)[1] for one in delivered(tmp_path / "out")] == list(texts.values())
 
 
 def test_kaldi_folders_of_splits_and_without_segments(tmp_path: Path) -> None:
