@@ -6,7 +6,6 @@ its labels where transformers wants them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -57,14 +56,6 @@ from energon_bridge.training.presets import ModelBundle
 ALL = (*FAMILIES, "llava_next")
 COLORS = ("red", "green", "blue")
 data = made_once(create_captioning_test_dataset, num_train=8, num_val=8, image_size=24)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=ALL)

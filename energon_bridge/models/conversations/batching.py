@@ -48,14 +48,7 @@ class SequenceTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch
             self.decoder = decoder_of(self)
 
     def _set_rows(
-        self,
-        tokenizer: Any,
-        packer: Packer[Any] | None,
-        longest: int,
-        multiple_of: int,
-        *,
-        padded: bool,
-        ignore: int,
+        self, tokenizer: Any, packer: Packer[Any] | None, longest: int, multiple_of: int, *, padded: bool, ignore: int
     ) -> None:
         """Set the length of rows and the padding.
 

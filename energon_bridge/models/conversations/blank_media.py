@@ -18,11 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from energon_bridge.core.errors import ConfigurationError
-from energon_bridge.models.conversations.sequences import (
-    TOKEN_INPUTS,
-    MultiModalBatch,
-    PaddingValues,
-)
+from energon_bridge.models.conversations.sequences import TOKEN_INPUTS, MultiModalBatch, PaddingValues
 
 BlankMedia = bool | str | Sequence[str]
 """Which kinds of media are blank where a microbatch lacks them: True: all that the model takes; or their names."""

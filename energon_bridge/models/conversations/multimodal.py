@@ -46,12 +46,7 @@ from energon_bridge.models.conversations.templates import (
     writes_date,
 )
 from energon_bridge.models.conversations.texts import is_fast, tokenize
-from energon_bridge.models.images.pixels import (
-    PixelDtype,
-    Profile,
-    pixel_path,
-    process_image,
-)
+from energon_bridge.models.images.pixels import PixelDtype, Profile, pixel_path, process_image
 from energon_bridge.models.images.visual import concat_visual
 from energon_bridge.models.packing.packing import Packer
 

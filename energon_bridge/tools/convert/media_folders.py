@@ -21,25 +21,9 @@ from energon_bridge.core.errors import SourceError
 from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.models.conversations.withheld import first_held_out
 from energon_bridge.tools.convert.conversations import as_source, check_cut, check_withheld
-from energon_bridge.tools.convert.left_out import (
-    TEXTS,
-    beside_media,
-    extension_of,
-    files_below,
-    only,
-    stem_of,
-)
+from energon_bridge.tools.convert.left_out import TEXTS, beside_media, extension_of, files_below, only, stem_of
 from energon_bridge.tools.convert.lists import caption_of
-from energon_bridge.tools.convert.rows import (
-    FileRef,
-    Layout,
-    Row,
-    RowSample,
-    TextRef,
-    first_rows,
-    lay_out,
-    located,
-)
+from energon_bridge.tools.convert.rows import FileRef, Layout, Row, RowSample, TextRef, first_rows, lay_out, located
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, check_card_in, folder_split, names_class, says_held_out
 
 _KINDS = (

@@ -31,10 +31,7 @@ from energon_bridge.tools.convert.shards import END_BYTES, PartsFolder, ShardFil
 from energon_bridge.tools.convert.splits import SPLIT_ORDER
 
 _MEDIA_FIELDS = ("image", "video", "audio")
-_NOT_WRITABLE = {
-    "InterleavedSample": "images and texts in a row",
-    "SimilarityInterleavedSample": "several images",
-}
+_NOT_WRITABLE = {"InterleavedSample": "images and texts in a row", "SimilarityInterleavedSample": "several images"}
 
 
 class ShardWriter:

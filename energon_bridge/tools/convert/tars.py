@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from energon_bridge.core.errors import (
-    CorruptShardError,
-    DuplicateKeyError,
-    SourceError,
-)
+from energon_bridge.core.errors import CorruptShardError, DuplicateKeyError, SourceError
 from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.format.documents import read_document
 from energon_bridge.core.format.nvmeta import DEFAULT_DATASET_CONFIG, is_prepared, meta_path, read_splits
@@ -30,10 +26,7 @@ from energon_bridge.core.format.tar_index import ShardScan, other_parts, scan_ta
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.prepare.split import find_shards
 from energon_bridge.core.storage import LocalStore, Store, open_store
-from energon_bridge.tools.convert.rows import (
-    Layout,
-    Row,
-)
+from energon_bridge.tools.convert.rows import Layout, Row
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, split_files
 
 if TYPE_CHECKING:
