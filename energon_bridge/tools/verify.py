@@ -276,8 +276,7 @@ class _Check:
         if expected.keys is not None or not expected.restore_key:
             return f"samples {expected.keys}"
         with self._loaders(self._config) as (loader,):
-            raw = loader.loader if isinstance(loader, EnergonDataloader) else loader
-            return str(raw.describe_restore_key(expected.restore_key))
+            return str(_raw(loader).describe_restore_key(expected.restore_key))
 
     def _cause(self, number: int, names: list[str]) -> str:
         if any(name in names for name in _KEYS):
@@ -303,9 +302,8 @@ class _Check:
         )
 
     def _reencoded(self, loader: Loader, number: int) -> _Delivered:
-        raw = loader.loader if isinstance(loader, EnergonDataloader) else loader
         try:
-            return _delivered(raw.restore_sample(self.expected[number].restore_key))
+            return _delivered(_raw(loader).restore_sample(self.expected[number].restore_key))
         except LookupError as error:
             raise ResumeMismatchError(
                 f"verify_resume: restore_sample cannot make microbatch {number} ({self._samples(number)}) "
@@ -321,7 +319,7 @@ class _Check:
         try:
             for config in configs:
                 loader = self._make() if config is None else self._make(config)
-                raw = loader.loader if isinstance(loader, EnergonDataloader) else loader
+                raw = _raw(loader)
                 if not hasattr(raw, "restore_state_rank"):
                     raise ConfigurationError(
                         f"verify_resume: make_loader must return a loader from get_savable_loader, or an "
@@ -344,6 +342,10 @@ class _Check:
             restore = loader.restore_state if isinstance(loader, EnergonDataloader) else loader.restore_state_rank
             restore(state)
             self.resumes += 1
+
+
+def _raw(loader: Loader) -> SavableDataLoader:
+    return loader.loader if isinstance(loader, EnergonDataloader) else loader
 
 
 def _save(loader: Loader) -> LoaderState:

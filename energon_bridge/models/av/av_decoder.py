@@ -273,16 +273,9 @@ class AVDecoder:
         """
         _check(video_clip_ranges, video_unit, ("frames", "seconds"), "video")
         with self._opened() as media:
+            pixels_of = self._pixels(media, video_out_frame_size).of
             return self._reading(
-                media,
-                lambda reader: self._clips(
-                    media,
-                    reader(),
-                    video_clip_ranges,
-                    video_unit,
-                    self._pixels(media, video_out_frame_size).of,
-                    clip_of,
-                ),
+                media, lambda reader: self._clips(media, reader(), video_clip_ranges, video_unit, pixels_of, clip_of)
             )
 
     def map_frames(self, numbers: Sequence[int], function: Callable[[np.ndarray], T]) -> list[T]:
@@ -292,17 +285,13 @@ class AVDecoder:
         """
         with self._opened() as media:
             pixels = self._pixels(media, None)
-            return self._reading(
-                media,
-                lambda reader: self._clips(
-                    media,
-                    reader(),
-                    [(number, number) for number in numbers],
-                    "frames",
-                    lambda frame: function(pixels.of(frame)),
-                    lambda rows: rows[0],
-                )[0],
-            )
+            return self._of_frames(media, numbers, lambda frame: function(pixels.of(frame)))
+
+    def _of_frames(self, media: MediaFile, numbers: Sequence[int], made: Callable[[Any], T]) -> list[T]:
+        ranges = [(number, number) for number in numbers]
+        return self._reading(
+            media, lambda reader: self._clips(media, reader(), ranges, "frames", made, lambda rows: rows[0])[0]
+        )
 
     def _pixels(self, media: MediaFile, size: tuple[int, int] | None) -> Pixels:
         return Pixels(media, size, autorotate=self.autorotate)
@@ -550,10 +539,7 @@ class AVDecoder:
     def _turn(self, media: MediaFile) -> FrameTurn:
         """Return how the video is to be rotated and mirrored: known from a decoded frame only."""
         self._video = self._audio = None
-        first = [(0, 0)]
-        made, _ = self._reading(
-            media, lambda reader: self._clips(media, reader(), first, "frames", turn_of, lambda rows: rows[0])
-        )
+        made = self._of_frames(media, [0], turn_of)
         return made[0] if made else FrameTurn()
 
 

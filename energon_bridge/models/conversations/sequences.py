@@ -246,9 +246,6 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: P
     lengths = [sample.tokens.shape[0] for sample in samples]
     return MultiModalBatch.from_samples(
         samples,
-        tokens=pad_rows([sample.tokens for sample in samples], length, filling.pad_id),
-        labels=pad_rows([sample.labels for sample in samples], length, filling.ignore),
-        loss_mask=pad_rows([sample.loss_mask for sample in samples], length, 0.0),
         position_ids=torch.from_numpy(np.tile(np.arange(length), (len(samples), 1))),
         attention_mask=torch.from_numpy((np.arange(length) < np.array(lengths)[:, None]).astype(np.int64)),
         pixel_values=visual.pop("pixel_values", None),
@@ -257,7 +254,7 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: P
         num_images=[sample.num_images for sample in samples],
         sample_keys=[sample.__key__ for sample in samples],
         segments=[segments_of((sample,), (count,)) for sample, count in zip(samples, lengths, strict=True)],
-        **pad_optional(samples, length),
+        **row_inputs(samples, filling, lambda parts, value: pad_rows(parts, length, value)),
     )
 
 
@@ -269,23 +266,23 @@ def with_norm(batch: MultiModalBatch, norm: Tensor | None) -> MultiModalBatch:
     return batch
 
 
-def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:
-    """Stack token types, (B, S), and M-RoPE positions, (3, B, S), of samples or packs; None if no row has them."""
-    return optional_inputs(rows, lambda parts: pad_rows(parts, length, 0))
+def row_inputs(
+    rows: Sequence[Any], filling: PaddingValues, join: Callable[[list[Tensor], float], Tensor]
+) -> dict[str, Any]:
+    """Return the inputs of samples or packs that have a value for each token, put together by `join`, which pads.
 
-
-def optional_inputs(rows: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Any]:
-    """Return token types and M-RoPE positions of samples or packs, put together by `join`; None if no row has them.
-
-    A row without them among others that have some (a text among images) gets those of a text. `join` pads with 0.
+    Token types and M-RoPE positions, three rows of them, are None if no row has them; a row without them among others
+    that have some (a text among images) gets those of a text.
     """
     out: dict[str, Any] = {"mm_token_type_ids": None, "mrope_position_ids": None}
+    for name, value in (("tokens", filling.pad_id), ("labels", filling.ignore), ("loss_mask", 0.0)):
+        out[name] = join([getattr(row, name) for row in rows], value)
     if any(row.mm_token_type_ids is not None for row in rows):
         types = [row.tokens.new_zeros(0) if row.mm_token_type_ids is None else row.mm_token_type_ids for row in rows]
-        out["mm_token_type_ids"] = join(types)
+        out["mm_token_type_ids"] = join(types, 0)
     if any(row.mrope_position_ids is not None for row in rows):
         positions = [mrope_of(row) for row in rows]
-        out["mrope_position_ids"] = batch_stack([join([row[axis] for row in positions]) for axis in range(3)])
+        out["mrope_position_ids"] = batch_stack([join([row[axis] for row in positions], 0) for axis in range(3)])
     return out
 
 

@@ -28,10 +28,9 @@ from energon_bridge.models.conversations.sequences import (
     MultiModalSample,
     PaddingValues,
     join_visual,
-    optional_inputs,
-    pad_optional,
     pad_rows,
     pad_to,
+    row_inputs,
 )
 from energon_bridge.models.images.visual import concat_visual
 
@@ -108,9 +107,6 @@ def pack_sequences(
         __key__=key,
         __restore_key__=tuple(sample.__restore_key__ for sample in samples),
         __sources__=batch_meta("__sources__", [sample.__sources__ for sample in samples]),
-        tokens=_joined([sample.tokens for sample in samples], padded, filling.pad_id),
-        labels=_joined([sample.labels for sample in samples], padded, filling.ignore),
-        loss_mask=_joined([sample.loss_mask for sample in samples], padded, 0.0),
         position_ids=positions,
         attention_mask=(positions < torch.tensor(lengths).repeat_interleave(sizes)).long(),
         visual_rows=[sample.visual for sample in samples],
@@ -120,7 +116,7 @@ def pack_sequences(
         answers=[sample.answer for sample in samples],
         sample_keys=[sample.__key__ for sample in samples],
         segments=segments_of(samples, lengths, padded),
-        **optional_inputs(samples, lambda parts: _joined(parts, padded, 0)),
+        **row_inputs(samples, filling, lambda parts, value: _joined(parts, padded, value)),
     )
 
 
@@ -136,9 +132,6 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: PaddingValues) -> Mult
     visual = join_visual([row for pack in packs for row in pack.visual_rows], padded, count=len(packs))
     return MultiModalBatch.from_samples(
         packs,
-        tokens=pad_rows([pack.tokens for pack in packs], length, filling.pad_id),
-        labels=pad_rows([pack.labels for pack in packs], length, filling.ignore),
-        loss_mask=pad_rows([pack.loss_mask for pack in packs], length, 0.0),
         position_ids=batch_stack(positions),
         attention_mask=pad_rows([pack.attention_mask for pack in packs], length, 0),
         pixel_values=visual.pop("pixel_values", None),
@@ -150,7 +143,7 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: PaddingValues) -> Mult
         cu_seqlens_padded=cu_seqlens(padded),
         max_seqlen=max(padded),
         segments=[pack.segments for pack in packs],
-        **pad_optional(packs, length),
+        **row_inputs(packs, filling, lambda parts, value: pad_rows(parts, length, value)),
     )
 
 
