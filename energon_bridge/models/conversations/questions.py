@@ -761,7 +761,9 @@ def is_metadata(column: str) -> bool:
 def is_silent(column: str, value: Any) -> bool:
     """Return whether a column is known to say something of a sample, and nothing that a model could learn."""
     name = column.lower()
-    return column.startswith("__") or (is_metadata(name) and name not in _OF_ANSWERS and not _is_long(value))
+    are_tokens = name.endswith(("token", "tokens")) and value is not None and not _is_number(value)  # no count of them
+    is_told = name in _OF_ANSWERS or are_tokens or _is_long(value)
+    return column.startswith("__") or (is_metadata(column) and not is_told)
 
 
 def question_with(columns: Sequence[str], asked: str) -> str:

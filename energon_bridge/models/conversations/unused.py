@@ -151,4 +151,5 @@ def _is_known(name: str, value: Any, said: str) -> bool:
     """Return whether it need not be said that a column is not used: metadata, verdicts, what is said elsewhere."""
     texts = texts_in(value)
     is_said = bool(texts) and all(text in said for text in texts)
-    return is_said or is_silent(name, value) or may_change(name) or may_reject(name) or bool(split_columns((name,)))
+    is_verdict = may_reject(name) and name.lower() != "answer"
+    return is_said or is_silent(name, value) or may_change(name) or is_verdict or bool(split_columns((name,)))
