@@ -20,6 +20,7 @@ from left_behind import left_processes, left_shared_memory, shared_memory
 from paths import FIXTURES, HELPERS
 
 from energon_bridge.core.format import parallel
+from energon_bridge.core.samples.places import warned
 
 # Before anything imports torch, tokenizers or the hub client.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -77,7 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Note the threads that earlier tests and libraries left."""
+    """Note the threads that earlier tests and libraries left; warnings that are given once are given again."""
+    warned.clear()
     LEFT_THREADS.clear()
     LEFT_THREADS.update(threading.enumerate())
 

@@ -19,7 +19,6 @@ from made import made_once
 from workers import loader_of
 
 from energon_bridge import DefaultTaskEncoder
-from energon_bridge.core.stream import user_code
 
 STEPS = 40
 data = made_once(text_dataset, train=[5, 9, 1, 14, 8])
@@ -36,11 +35,10 @@ class Drawing(TensorEncoder):
 
 
 @pytest.fixture(autouse=True)
-def quick_switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick_switches() -> Iterator[None]:
     """Let threads change places all the time."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    monkeypatch.setattr(user_code, "_has_warned", False)
     yield
     sys.setswitchinterval(before)
 

@@ -724,7 +724,6 @@ SAYS: dict[str, Any] = {
 @pytest.mark.parametrize("form", [*SAYS_NOTHING, *SAYS])
 def test_training_warns_of_what_convert_names_as_empty(form: str, tmp_path: Path, caplog: Any) -> None:
     """What says nothing is what the warning of a run is about."""
-    conversation._named.discard("empty")
     entry = (SAYS_NOTHING | SAYS)[form]
     conversation.name_empty_answers(
         read_conversation(

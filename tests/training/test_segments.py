@@ -47,7 +47,6 @@ from energon_bridge import ErrorPolicy, WorkerConfig, get_loader, get_val_datase
 from energon_bridge.core.errors import EmptyDatasetError, SampleError
 from energon_bridge.core.prepare import prepare_dataset
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.conversations import segments
 from energon_bridge.models.conversations.conversation import MediaWithOptions, read_conversation
 from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.conversations.segments import MediaOptions
@@ -278,9 +277,7 @@ def test_what_would_change_a_medium_or_its_weight_is_named_once(
     beside: dict[str, Any],
     file: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(segments, "_named", set())
     kind = {"png": "image", "mp4": "video", "wav": "audio"}[file[-3:]]
     entry = llava(f"<{kind}>\ncolor?", **beside)
     for _ in range(2):
@@ -367,10 +364,7 @@ def test_one_of_several_files_or_tiles_is_never_guessed(
         )
 
 
-def test_a_turn_that_the_texts_say_is_an_answer(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments, "_named", set())
+def test_a_turn_that_the_texts_say_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
     said = {"role": "assistant", "content": "By 90 degrees."}
     entry = {**talk("<image>How far is it turned?", said), "rotation": 90}
     cook_conversation({"__key__": "a", "json": entry, "red.png": "file"})

@@ -450,9 +450,8 @@ def test_a_configuration_says_where_its_data_and_model_come_from(path: Path) -> 
 
 
 def test_captions_are_those_of_the_split(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dataset: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("energon_bridge.core.stream.user_code._has_warned", False)
     captions = dataset_captions(str(dataset), limit=1000)
     with ThreadPoolExecutor(1) as pool:  # a tokenizer that is trained on them has a thread
         assert len(pool.submit(list, captions).result()) == 12

@@ -46,6 +46,7 @@ from energon_bridge.core.format.media import (
     kind_by_head,
 )
 from energon_bridge.core.registry import load
+from energon_bridge.core.samples.places import warn_once
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.storage import ByteRange
 
@@ -376,12 +377,10 @@ def _say_if_media(extension: str, part_name: str, raw: bytes | bytearray | memor
         return
     _looked_at.add(extension)
     if (found := extension_by_head(bytes(raw[:HEAD_BYTES]))) is not None:
-        logger.warning(
-            "part %r begins as .%s does, and stays bytes, since its extension is not known as media: call it .%s, or "
-            "decode with SampleDecoder(guess_content=True)",
-            part_name,
-            found,
-            found,
+        warn_once(
+            logger,
+            f"part {part_name!r} begins as .{found} does, and stays bytes, since its extension is not known as media: "
+            f"call it .{found}, or decode with SampleDecoder(guess_content=True)",
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from energon_bridge.core.samples.places import SamplePlace, here, place_in
 from energon_bridge.core.samples.sample import field_names
 
 _SHARED_FROM = 1 << 16
@@ -78,17 +79,18 @@ def decode_deferred(
     Raises:
         SampleError: An image does not decode; those before it are decoded.
     """
-    entries = [entry for sample in samples for entry in deferred_in(sample)]
+    entries = [(*entry, place_in(sample)) for sample in samples for entry in deferred_in(sample)]
     # All images write side by side into one piece of memory, so that the batch is that piece and nothing is copied.
-    waiting = [deferred for _, deferred in entries]
+    waiting = [deferred for _, deferred, _ in entries]
     ends = list(accumulate(deferred.num_bytes for deferred in waiting))
     memory = memory_of(ends[-1]) if memory_of is not None and ends and ends[-1] >= _SHARED_FROM else None
     pieces: list[np.ndarray | None] = [None] * len(waiting)
     if memory is not None:
         pieces = [memory[end - deferred.num_bytes : end] for deferred, end in zip(waiting, ends, strict=True)]
-    for (put, _), pixels in zip(entries, over(_decode, waiting, pieces), strict=True):
+    for (put, _, _), pixels in zip(entries, over(_decode, entries, pieces), strict=True):
         put(pixels)
 
 
-def _decode(deferred: Deferred, memory: np.ndarray | None) -> Any:
+def _decode(entry: tuple[Any, Deferred, SamplePlace | None], memory: np.ndarray | None) -> Any:
+    _, deferred, here.at = entry
     return deferred.decoded(memory)

@@ -31,6 +31,7 @@ from energon_bridge.core.loader.position import EndlessRun, FinitePass, Position
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.core.registry import load
+from energon_bridge.core.samples.places import pass_on
 from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.storage.forks import process_id
 from energon_bridge.core.storage.store import REQUESTS
@@ -213,6 +214,8 @@ class Delivery:
             item = self._held[0]
             if item.reports:
                 self._report(item)
+            for logger, name, text in item.warned:
+                pass_on((logger, name, f"rank {self.config.dp_rank}: {text}" if self.config.dp_size > 1 else text))
             self._finish_copy(item)
             if (out := self.position.out) is not None:
                 if item.rows:

@@ -34,6 +34,7 @@ from energon_bridge.core.loader.position import FinitePass, Position
 from energon_bridge.core.loader.processes import Board, StackFile, StartMethod, start_process
 from energon_bridge.core.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.core.order.rng import key_of
+from energon_bridge.core.samples.places import keep_warnings
 from energon_bridge.core.stream.lane import Production
 from energon_bridge.core.stream.settings import WorkerFacts
 from energon_bridge.core.stream.state import LaneBatch
@@ -291,6 +292,7 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     gc.freeze()
     gc.enable()
     keep_freed_memory()
+    keep_warnings()
     faulthandler.register(DUMP_SIGNAL, file=stacks.number, all_threads=True, chain=False)
     torch.set_num_threads(1)
     # Code that nobody seeds, such as threads of a hook, must not draw the same numbers in every worker.

@@ -11,7 +11,8 @@ from typing import Any
 
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.order.choose import Picks
-from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, named
+from energon_bridge.core.samples.places import SamplePlace
+from energon_bridge.core.stream.failures import MAX_MEMBERS, named
 from energon_bridge.core.stream.loading import PendingLoads, load_picks
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.rows import BatchRow, size_of

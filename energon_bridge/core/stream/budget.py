@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from energon_bridge.core.samples.places import pass_on
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +50,6 @@ class Budget:
         self._most = most
         self._lanes = lanes
         self._holders: list[Holder] = []
-        self._said = False
         self.held = 0
 
     def join(self, holder: Holder) -> None:
@@ -78,12 +79,10 @@ class Budget:
             beyond = min(holder.held - share, self.held - self._most)
             if beyond > 0:
                 self._drop(holder, holder.held - beyond)
-        if not self._said:
-            self._said = True
-            logger.warning(
-                "samples that wait to be packed or grouped take more than buffer_bytes=%d in this process (%d lanes), "
-                "so some are encoded again when needed (`encoded_again` in loader.counters()). Raise "
-                "WorkerConfig(buffer_bytes=…), lower packing_buffer_size, or add large fields in postencode_sample",
-                self._most,
-                max(self._lanes, len(self._holders)),
-            )
+        text = (
+            f"samples that wait to be packed or grouped take more than buffer_bytes={self._most} in this process "
+            f"({max(self._lanes, len(self._holders))} lanes), so some are encoded again when needed (`encoded_again` "
+            "in loader.counters()). Raise WorkerConfig(buffer_bytes=…), lower packing_buffer_size, or add large "
+            "fields in postencode_sample"
+        )
+        pass_on((logger.name, "buffer_bytes", text))

@@ -15,41 +15,18 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from energon_bridge.core.errors import MetadataError, StorageError
+from energon_bridge.core.samples.places import SamplePlace
 
 MAX_MEMBERS = 8
 """Samples that a report on a pack or microbatch names; the others are only counted."""
 _MAX_MESSAGE = 1000
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
-
-
-class SamplePlace(NamedTuple):
-    """One sample of a dataset; `note` says which part of a join it is."""
-
-    dataset: str
-    shard: str
-    # This hides tuple.index, which nobody needs on a record.
-    index: int  # type: ignore[assignment]
-    key: str = ""
-    parts: tuple[str, ...] = ()
-    note: str = ""
-
-    def __str__(self) -> str:
-        note = f"{self.note}: " if self.note else ""
-        return f"{note}{self.dataset}: {self.in_dataset()}"
-
-    def in_dataset(self, after: SamplePlace | None = None) -> str:
-        """Name it within its dataset, without the parts it shares with a place named before."""
-        shard = "" if after and after.shard == self.shard else f"shard {self.shard}, "
-        key = f", key {self.key!r}" if self.key else ""  # what was not read has none; its error names one, if known
-        parts = "" if not self.parts or (after and after.parts == self.parts) else f" (parts {', '.join(self.parts)})"
-        return f"{shard}sample {self.index}{key}{parts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,20 +96,6 @@ def code_place(error: BaseException) -> str:
         return ""
     code, line = own[-1]
     return f" ({code.co_filename}:{line}, in {code.co_name})"
-
-
-def place_in(sample: Any) -> SamplePlace | None:
-    """Return where a sample comes from, by its own `__key__` and `__sources__`; None if it has none."""
-    said = sample.get if isinstance(sample, dict) else partial(getattr, sample)
-    sources = said("__sources__", None)
-    if not sources:
-        return None
-    source = sources[0]
-    key = str(said("__key__", ""))
-    parts = tuple(name.removeprefix(f"{key}.") for name in source.file_names)
-    more = ", ".join(f"shard {other.shard_name} of {other.dataset_path}" for other in sources[1:3])
-    note = f"joined with {more}" if more else ""
-    return SamplePlace(str(source.dataset_path), source.shard_name, source.index, key, parts, note)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

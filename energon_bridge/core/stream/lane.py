@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from energon_bridge.core.errors import HookTimeoutError
 from energon_bridge.core.order.choose import AnyBlend, has_buckets
+from energon_bridge.core.samples.places import kept
 from energon_bridge.core.stream.bucket_draws import BucketDraws
 from energon_bridge.core.stream.dealt_packs import SharedBuffers, dealt_stages
 from energon_bridge.core.stream.draws import Draws
@@ -237,6 +238,7 @@ def reported(stream: Stream, unit: int) -> LaneBatch:
     item.unit = unit
     if pipeline.judge.pending:
         item.reports = pipeline.judge.taken()
+    item.warned = tuple(kept.pop(0) for _ in kept[:])
     item.seconds = pipeline.seconds_since(start)
     return item
 

@@ -17,6 +17,7 @@ from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.encoder.hooks import BATCH, NUMBER, UNKNOWN, Hook
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.samples import Batch, Sample
+from energon_bridge.core.samples.places import pass_on, warned
 from energon_bridge.core.samples.sample import SentSources
 from energon_bridge.core.samples.stacking import Padded, Stacking
 from energon_bridge.core.storage.store import MADE, values_of
@@ -31,8 +32,6 @@ from energon_bridge.core.stream.values import BANNED, FailedSample, has_code
 from energon_bridge.core.stream.watchdog import Activities, Watchdog
 
 logger = logging.getLogger(__name__)
-
-_has_said_padded = False
 
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
 
@@ -222,22 +221,18 @@ class Pipeline:
 
     def _say_padded(self, padded: Padded | None, keys: Sequence[PlainKey], leaves: Sequence[int]) -> None:
         """Warn once of a batch that is mostly padding, because of one row."""
-        global _has_said_padded
-        if padded is None or _has_said_padded:
+        if padded is None or "padded" in warned:
             return
-        _has_said_padded = True
-        where = self.paths
+        where: object = self.paths
         if padded.rows == len(keys) == len(leaves):  # else rows are packs, or parts of samples
-            where = self.source(leaves[padded.row]).where(samples_of(keys[padded.row])[0][1])
-        worker = self.settings.worker
-        logger.warning(
-            "rank %d%s: %s has the shape %s, others in its batch %s: padded to it, %d rows take %s bytes. Make images "
-            "of one size (image_target of the decoder, or resize in encode_sample), batch those of like sizes "
-            "(group_by), or leave such samples out by a filter on a column of their size. Later ones are not named",
-            self.settings.config.dp_rank,
-            "" if worker is None else f", worker {worker.number}",
-            *(where, padded.shape, padded.usual, padded.rows, f"{padded.size:,}"),
+            where = self.source(leaves[padded.row]).place(samples_of(keys[padded.row])[0][1])
+        text = (
+            f"{where} has the shape {padded.shape}, others in its batch {padded.usual}: padded to it, {padded.rows} "
+            f"rows take {padded.size:,} bytes. Make images of one size (image_target of the decoder, or resize in "
+            "encode_sample), batch those of like sizes (group_by), or leave such samples out by a filter on a column "
+            "of their size. Later ones are not named"
         )
+        pass_on((logger.name, "padded", text))
 
     def begin(self, lane: int, number: int) -> None:
         """Set the microbatch that hooks see, by its number in its lane (lane -1: in its pass)."""

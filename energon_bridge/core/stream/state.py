@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.core.order.choose import BlendPosition
 from energon_bridge.core.order.rng import IntArray
+from energon_bridge.core.samples.places import Warned
 from energon_bridge.core.stream.failures import Report
 
 
@@ -241,6 +242,7 @@ class LaneBatch:
         counts: Increments of the counters.
         unit: The lane that it is of, or its number in a pass.
         reports: Failures on the way to it.
+        warned: Warnings of its process, to be logged.
         seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
             and `encode_batch`; then, if servers were asked, the counters of `network.REQUESTS`.
     """
@@ -251,12 +253,13 @@ class LaneBatch:
     counts: Counts
     unit: int = -1
     reports: tuple[Report, ...] = ()
+    warned: tuple[Warned, ...] = ()
     seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def plain(self) -> tuple[Any, ...]:
         """Return everything as nested tuples, which cross to the training process faster than records."""
         state = None if self.state is None else self.state.plain()
-        return self.batch, self.rows, state, dict(self.counts), self.unit, self.reports, self.seconds
+        return self.batch, self.rows, state, dict(self.counts), self.unit, self.reports, self.warned, self.seconds
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:

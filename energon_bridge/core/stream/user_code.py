@@ -48,10 +48,11 @@ from energon_bridge.core.encoder.hooks import (
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError, SkipSample
 from energon_bridge.core.order.rng import fold
 from energon_bridge.core.samples import SourceInfo
+from energon_bridge.core.samples.places import SamplePlace, pass_on, place_in
 from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.stores import CachePool
-from energon_bridge.core.stream.failures import MAX_MEMBERS, SamplePlace, place_in
+from energon_bridge.core.stream.failures import MAX_MEMBERS
 from energon_bridge.core.stream.policy import FailureTracker
 from energon_bridge.core.stream.returned import group_key, selected_lists, shown, whole_number
 from energon_bridge.core.stream.settings import SelectionKind
@@ -594,7 +595,6 @@ def seed_everything(key: int) -> None:
 
 _generators = PerProcess(threading.RLock)
 """Held while hooks run in the training process, since all its threads share the global generators."""
-_has_warned = False
 
 
 @contextlib.contextmanager
@@ -618,16 +618,14 @@ def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool, conf
 @contextlib.contextmanager
 def generators_put_back() -> Iterator[None]:
     """Restore the global generators afterwards; no other thread runs hooks meanwhile."""
-    global _has_warned
     thread = threading.current_thread()
-    if thread is not threading.main_thread() and not _has_warned:
-        _has_warned = True
-        logger.warning(
-            "hooks of a task encoder run in thread %r of the training process (num_workers=0). They seed the global "
-            "generators of random, numpy and torch, so numbers that other threads draw from these meanwhile (for "
-            "dropout on the CPU, say) are not reproducible. Use worker processes, or iterate in the main thread",
-            thread.name,
+    if thread is not threading.main_thread():
+        text = (
+            f"hooks of a task encoder run in thread {thread.name!r} of the training process (num_workers=0). They seed "
+            "the global generators of random, numpy and torch, so numbers that other threads draw from these meanwhile "
+            "(for dropout on the CPU, say) are not reproducible. Use worker processes, or iterate in the main thread"
         )
+        pass_on((logger.name, "thread", text))
     with _generators():
         states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
         try:

@@ -25,8 +25,8 @@ from typing import Any
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import ConfigurationError, HookTimeoutError
 from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.samples.places import here, place_in
 from energon_bridge.core.samples.sample import Records
-from energon_bridge.core.stream.failures import place_in
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a thread of the loader is doing: a few attributes that it sets and others may read at any time.
@@ -74,6 +74,7 @@ class Activity:
     def hook(self, hook: Hook | None) -> None:
         self._hook = hook
         self.words[HOOK] = 0 if hook is None else hook.code
+        here.at = None if hook is None else self
 
     def at(self, leaf: int, index: int) -> None:
         """Record in the words which sample of which leaf the next hooks are for."""

@@ -28,6 +28,7 @@ import numpy as np
 
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.order.rng import IntArray
+from energon_bridge.core.samples.places import warn_once
 from energon_bridge.models.av.headers import shows_frame
 from energon_bridge.models.av.matroska import UnlikeError, block_times
 from energon_bridge.models.av.media_file import MediaFile, import_av, is_bare, length_of, rate_of, start_of, tensor_of
@@ -563,14 +564,11 @@ _NEWS = {
     "transparent": "is transparent, which is dropped: the model sees the colour that lies in the file, often black. If "
     "that matters, lay it over a background beforehand",
 }
-"""Warnings that are logged once in a process for all videos."""
-_warned: set[str] = set()
+"""Warnings that are logged once in a run for all videos."""
 
 
 def _say(what: str, name: str) -> None:
-    if what not in _warned:
-        _warned.add(what)
-        logger.warning("the video of %s %s", name or "a file", _NEWS[what])
+    warn_once(logger, f"the video of {name or 'a file'} {_NEWS[what]}", f"{what}, videos")
 
 
 def clip_of(frames: list[np.ndarray]) -> torch.Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS, UNSURE
 from energon_bridge.core.samples import Sample, edataclass
+from energon_bridge.core.samples.places import warn_once
 from energon_bridge.models.conversations.parts import (
     MAPPING,
     Medium,
@@ -411,7 +412,7 @@ def _is_learned(role: str, keys: Mapping[str, Any]) -> bool:
     if role != "assistant" and (
         name := next((one for one in keys if keys[one] and is_weight(one)), None)
     ):  # it asks for nothing
-        warn_once(name, _named, f"turns of {role!r} have {name}={keys[name]!r}; only answers are learned")
+        warn_once(_logger, f"turns of {role!r} have {name}={keys[name]!r}; only answers are learned", f"{name}, turns")
     return learned
 
 
@@ -425,8 +426,7 @@ def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
         return [{"role": "system", "content": system}, *turns]
     if own != system:
         warn_once(
-            "system",
-            _named,
+            _logger,
             "a sample has a turn with a system prompt and another `system` beside its turns: the turn is used, and so "
             "in all such samples",
         )
@@ -439,14 +439,14 @@ def template_keys(content: Conversation) -> list[str]:
     return [*names, *(["tools"] if content.tools else [])]
 
 
-def check_keys(content: Conversation, unused: Sequence[str], named: set[str], why: str) -> None:
-    """Warn of unused keys, each once for a set of names.
+def check_keys(content: Conversation, unused: Sequence[str], why: str) -> None:
+    """Warn of unused keys, each once.
 
     Raises:
         SampleError: An answer has no text but such keys: it would be learned as an empty one.
     """
     for name in unused:
-        warn_once(name, named, f"`{name}` of the samples is not seen by the model: {why}")
+        warn_once(_logger, f"`{name}` of the samples is not seen by the model: {why}")
     for turn in content.turns:
         saying = [name for name in _SAYING if turn.keys.get(name)]
         is_empty = turn.role == "assistant" and turn.learned and not turn.text
@@ -459,7 +459,7 @@ def name_empty_answers(content: Conversation) -> None:
     empty = [one for one in content.turns if one.role == "assistant" and one.learned and not one.text.strip()]
     if empty and any(not any(map(one.keys.get, _SAYING)) for one in empty):
         why = "so the model learns to say nothing there; leave such samples out (energon lint), or give weight=0"
-        warn_once("empty", _named, f"a sample has an empty answer, {why}")
+        warn_once(_logger, f"a sample has an empty answer, {why}")
 
 
 def name_control_tokens(content: Conversation | Document, tokens: re.Pattern[str], key: Any) -> None:
@@ -479,20 +479,12 @@ def name_control_tokens(content: Conversation | Document, tokens: re.Pattern[str
 
 
 _counts: Counter[str] = Counter()
-_named: set[str] = set()
 
 
 def name_missing_end() -> None:
     """Warn, once, of a tokenizer without an end-of-sequence token."""
     remedy = "set tokenizer.eos_token, or a template that writes an end of its own (stop_string)"
-    warn_once("end", _named, f"the tokenizer has no eos_token, so the model does not learn to end: {remedy}")
-
-
-def warn_once(name: str, named: set[str], message: str) -> None:
-    """Log a warning, once for a name."""
-    if name not in named:
-        named.add(name)
-        _logger.warning(message)
+    warn_once(_logger, f"the tokenizer has no eos_token, so the model does not learn to end: {remedy}")
 
 
 def _part(part: Any) -> Part:

@@ -213,7 +213,6 @@ def place_images(question: str, count: int, config: MultiModalSampleConfig) -> s
 
 
 _ROLES = ("system", "user", "assistant")
-_named: set[str] = set()
 
 
 def _text_turns(content: Conversation, placeholder: str) -> list[Turn]:
@@ -223,7 +222,7 @@ def _text_turns(content: Conversation, placeholder: str) -> list[Turn]:
     if any(isinstance(image, MediaWithOptions) for image in content.images):
         raise SampleError("a part of a message gives an image its size, which needs a chat template")
     if unused := template_keys(content):
-        check_keys(content, unused, _named, "only a chat template can use it; set data.chat_template")
+        check_keys(content, unused, "only a chat template can use it; set data.chat_template")
     if other := next((turn.role for turn in content.turns if turn.role not in _ROLES), None):
         raise SampleError(f"a turn of {other!r} needs a chat template with such turns")
     return [

@@ -106,7 +106,7 @@ class ChatRenderer:
     learn: Literal["all", "last"] = "all"
     as_text: bool = False
     outlines: dict[Any, Outline | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    named: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    checked: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
     def template(self) -> str:
@@ -135,13 +135,13 @@ class ChatRenderer:
         answers = self._answers(content)
         template = self.with_tools if content.tools else self.plain
         if unused := [name for name in template_keys(content) if not template.uses(name)]:
-            check_keys(content, unused, self.named, _UNUSED)
+            check_keys(content, unused, _UNUSED)
         if template.marks:
             text, spans = template.answers(self._messages(content.turns, template), content.tools, answers)
         else:
             text, spans = self._compared(content, answers, template)
-        if "ends" not in self.named:
-            self.named.add("ends")
+        if not self.checked:
+            self.checked.add(self.template)
             template.check_ends(text, spans, [token for _, token in self.media.values()])
         return text, spans
 

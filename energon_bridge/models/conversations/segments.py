@@ -42,6 +42,7 @@ from typing import Any, Literal
 
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.format.media import kind_by_name
+from energon_bridge.core.samples.places import warn_once
 from energon_bridge.models.conversations.places import Medium
 from energon_bridge.models.conversations.questions import is_metadata, texts_in
 from energon_bridge.models.conversations.withheld import is_weight
@@ -434,9 +435,7 @@ _CLOSED = re.compile(r"</(?:bbox|box|points?|region|mask|obj|object)>")  # aroun
 
 def _warn(name: str, said: str) -> None:
     """Log what may be meant by a value beside texts, once for a name."""
-    if name not in _named:
-        _named.add(name)
-        _logger.warning("`%s` of a sample is %s; if not, it is not used", name, said)
+    warn_once(_logger, f"`{name}` of a sample is {said}; if not, it is not used", f"{name}, beside texts")
 
 
 _TURNS = frozenset(("rotation", "rotate", "rotated", "flip", "flipped", "hflip", "vflip", "mirror", "mirrored"))
@@ -494,7 +493,6 @@ def may_change(name: str) -> bool:
     return bool(_changing((name,)))
 
 
-_named: set[str] = set()
 _logger = logging.getLogger(__name__)
 
 

@@ -7,6 +7,7 @@ one to ignore.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,8 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from energon_bridge.core.encoder.hooks import count_over_long
 from energon_bridge.core.errors import SampleError, UnfitSampleError, called
 from energon_bridge.core.samples import Batch, Sample, Segment, edataclass, segments_of
+from energon_bridge.core.samples.places import warn_once
 from energon_bridge.core.samples.stacking import batch_stack, copy_numbers, zeros
-from energon_bridge.models.conversations.conversation import warn_once
 from energon_bridge.models.conversations.texts import as_array
 from energon_bridge.models.images.visual import concat_visual
 
@@ -172,21 +173,21 @@ def nothing_learned(learned: Sequence[int], limit: int, longest: int, why: str =
 
 
 def count_truncated(key: object, whole: int | str, kept: int, limit: int | None) -> None:
-    """Count a sample of `whole` tokens of which `kept` are left, and say so, once, of the first in a process.
+    """Count a sample of `whole` tokens of which `kept` are left, and say so, once, of the first.
 
     `limit` is `seq_length`; None: a limit on images cuts it.
     """
     count_over_long("truncated")
     name = "a limit on images" if limit is None else f"seq_length={limit}{called('seq_length')}"
     warn_once(
-        "truncated",
-        _said,
+        _logger,
         f"sample {key!r} has {whole} tokens and is cut to {kept} by {name}: the rest is not learned. "
         "`truncated` of metrics(), and the report, count such samples",
+        "truncated",
     )
 
 
-_said: set[str] = set()
+_logger = logging.getLogger(__name__)
 
 TOKEN_INPUTS: Mapping[str, int] = {"cross_attention_mask": 0, "moe_mm_token_type_ids": 0, "token_type_ids": 1}
 """Inputs with an entry per token instead of per image: (1, tokens, …) in a sample, (B, S, …) in a batch; and their

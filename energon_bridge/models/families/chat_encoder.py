@@ -7,6 +7,7 @@ buffer have no pixels, and only delivered samples are decoded.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from energon_bridge.core.errors import (
     check_number,
 )
 from energon_bridge.core.samples import VidQASample
+from energon_bridge.core.samples.places import warn_once
 from energon_bridge.models.conversations.batching import SequenceTaskEncoder
 from energon_bridge.models.conversations.blank_media import Blank, BlankMedia, blank_image, blank_kinds
 from energon_bridge.models.conversations.conversation import (
@@ -40,7 +42,6 @@ from energon_bridge.models.conversations.conversation import (
     MediaWithOptions,
     in_parts,
     name_missing_end,
-    warn_once,
 )
 from energon_bridge.models.conversations.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.models.conversations.rendering import TextPiece
@@ -448,7 +449,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
                 name_missing_end()
             return document_segments(content, self._renderer.media, eos=self.tokenizer.eos_token or "")
         content = in_parts(content)
-        _check_last_turns(content, self._renderer.named)
+        _check_last_turns(content)
         return self._renderer.segments(content.with_system(self.config.system))
 
     def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
@@ -460,7 +461,7 @@ class ChatTemplateTaskEncoder(SequenceTaskEncoder):
         timed = getattr(self.family, "video_timestamps", True) or getattr(self.family, "tokens_per_second", True)
         if timed and any(video.rate is None and frames_shape(video.frames)[0] > 1 for video in videos):
             what = "frames of a video have no times, and are taken as 24 a second, as in transformers"
-            warn_once("rate", self._renderer.named, f"{what}: give VideoFrames with fps or timestamps")
+            warn_once(_logger, f"{what}: give VideoFrames with fps or timestamps")
         videos = [self._with_sound(video, value) for video, value in zip(videos, values, strict=True)]
         if config.max_video_pixels is not None:
             videos = thinned(videos, lambda video: math.prod(frames_shape(video.frames)), config.max_video_pixels)
@@ -631,11 +632,12 @@ def _factor(family: Any, options: MediaOptions) -> int:
     raise SampleError(f"a part gives an image {given}, but the sizes of images are those of the model: leave it out")
 
 
+_logger = logging.getLogger(__name__)
 _FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily, ProcessorFamily)
 _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
 
 
-def _check_last_turns(content: Conversation, named: set[str]) -> None:
+def _check_last_turns(content: Conversation) -> None:
     """Warn once of turns after the last answer that have media, which are cut off with these turns.
 
     Raises SampleError if they are questions, and hold all media of the sample: answers would be learned blind.
@@ -653,7 +655,8 @@ def _check_last_turns(content: Conversation, named: set[str]) -> None:
                     f"{place}: the last one, message {last}, would be learned without it. Put the answer behind its "
                     f"question, or take message {number} out of the sample"
                 )
-            warn_once("behind", named, f"{place} of a sample: it is left out, as all turns after the last answer are")
+            said = f"{place} of a sample: it is left out, as all turns after the last answer are"
+            warn_once(_logger, said, "media behind")
 
 
 def _with_template(config: ChatConfig | None, template: Any) -> ChatConfig:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from energon_bridge.core.encoder.deferred import Deferred
 from energon_bridge.core.errors import DecodeError, SampleError
+from energon_bridge.core.samples.places import warn_once
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.av.sound import as_floats, resample
@@ -329,15 +330,13 @@ _WARNINGS: dict[Doubt | None, str] = {
     "with one channel (ffmpeg -af pan=mono|c0=c0)",
     "loud": "has samples far beyond [-1, 1], as integers written as floats, which are taken as they are: scale them",
 }
-_warned: set[Doubt | None] = set()
 _logger = logging.getLogger(__name__)
 
 
 def _warn(doubt: Doubt | None, name: str) -> None:
     """Log what is odd about a sound, once of each kind; `energon lint` names all, and those that are silent."""
-    if doubt in _WARNINGS and doubt not in _warned:
-        _warned.add(doubt)
-        _logger.warning("%s %s. energon lint names all such sounds", name, _WARNINGS[doubt])
+    if doubt in _WARNINGS:
+        warn_once(_logger, f"{name} {_WARNINGS[doubt]}. energon lint names all such sounds", f"{doubt}, sounds")
 
 
 def _fitted(samples: np.ndarray, length: int) -> np.ndarray:

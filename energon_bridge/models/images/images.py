@@ -53,6 +53,7 @@ from energon_bridge.core.format.media import (
 )
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import streaming
+from energon_bridge.core.samples.places import warn_once, warned
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.images.jpeg import (
@@ -318,6 +319,8 @@ def decode_rows(
     rows = None
     misfits = 0
     for number, name, data in images:
+        if turn is not None:
+            turn(number)
         header = _turbo_header(data, form, name)
         if header is None:
             continue
@@ -461,18 +464,19 @@ _NEWS = {
     "wide": "have values of 16 or 32 bits, which Pillow clips to 0 to 255, so most pixels become white or black. Scale "
     "them to 8 bits before training, or, for PNGs, decode with image_backend='torchcodec', which scales them",
 }
-"""Warnings that are logged once in a process for all images with one extension."""
-_warned: set[tuple[str, str]] = set()
+"""Warnings that are logged once in a run for all images with one extension."""
 
 
 def _is_news(what: str, part: str) -> bool:
-    return (what, part.rpartition(".")[2]) not in _warned
+    return _name_of(what, part) not in warned
+
+
+def _name_of(what: str, part: str) -> str:
+    return f"{what}, images, {part.rpartition('.')[2]}"
 
 
 def _say(what: str, part: str) -> None:
-    if _is_news(what, part):
-        _warned.add((what, part.rpartition(".")[2]))
-        logger.warning("images in part %r %s", part, _NEWS[what])
+    warn_once(logger, f"images in part {part!r} {_NEWS[what]}", _name_of(what, part))
 
 
 def _has_other_colours(image: Image.Image, data: bytes | bytearray | memoryview) -> bool:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.core.errors import StorageError
-from energon_bridge.core.stream.failures import Named, SamplePlace, lines_in
+from energon_bridge.core.samples.places import SamplePlace
+from energon_bridge.core.stream.failures import Named, lines_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.opening import open_pipeline
 from energon_bridge.core.loader.run_plan import RunPlan, plan_run
 from energon_bridge.core.order.choose import Picks
-from energon_bridge.core.stream.failures import SamplePlace
+from energon_bridge.core.samples.places import SamplePlace
 from energon_bridge.core.stream.loading import load_picks
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.state import SampleKey, SampleRef, as_members

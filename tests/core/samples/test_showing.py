@@ -389,12 +389,11 @@ def transparent_png() -> bytes:
 def said_anew() -> Iterator[None]:
     """Forget what was said before, and afterwards."""
     from energon_bridge.core.loader.advice import _say_crowded, _say_once
-    from energon_bridge.models.images.images import _warned
 
-    for forget in (_say_crowded.cache_clear, _say_once.cache_clear, _warned.clear):
+    for forget in (_say_crowded.cache_clear, _say_once.cache_clear):
         forget()
     yield
-    for forget in (_say_crowded.cache_clear, _say_once.cache_clear, _warned.clear):
+    for forget in (_say_crowded.cache_clear, _say_once.cache_clear):
         forget()
 
 

@@ -32,6 +32,7 @@ from energon_bridge import Cooker, WorkerConfig, basic_sample_keys, get_savable_
 from energon_bridge.core.encoder.deferred import Deferred, decode_deferred
 from energon_bridge.core.errors import DecodeError, SampleError
 from energon_bridge.core.samples import stacking
+from energon_bridge.core.samples.places import warned
 from energon_bridge.models.av import AVDecoder, streams
 from energon_bridge.models.av.streams import VideoReader
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
@@ -320,7 +321,7 @@ def test_of_a_long_clip_only_what_is_shown_is_decoded_and_held(tmp_path: Path, m
 def test_a_turned_video_is_as_players_show_it(
     tmp_path: Path, codec: str, degrees: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    streams._warned.clear()
+    warned.clear()
     file = write_video(tmp_path / "a.mp4", codec=codec, frames=FRAMES, rate=10, size=(64, 48), turned=degrees)
     stored = np.stack([frame.pixels for frame in all_frames(file)])
     expected = np.rot90(stored, degrees // 90, axes=(1, 2))
@@ -336,7 +337,7 @@ def test_a_turned_video_is_as_players_show_it(
         (clip,), _ = AVDecoder(file.read_bytes()).get_video_clips([(3, 5)], video_unit="frames")
     np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), stored[3:6])
     assert ["autorotate=True" in message for message in caplog.messages] == [True] * bool(degrees)
-    streams._warned.clear()
+    warned.clear()
 
 
 def video_like(path: Path, codec: str, form: str, container: str = "mov", **settings: Any) -> bytes:
@@ -377,9 +378,8 @@ def test_what_players_do_besides_is_said_once(
     settings: dict[str, Any],
     said: list[str],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "_warned", set())
+    warned.clear()
     data = video_like(tmp_path / f"{name}.mov", codec, form, **settings)
     for _ in range(2):
         AVDecoder(data, name="a.mov").get_video()
@@ -410,9 +410,9 @@ def bare(codec: str, rate: int, size: tuple[int, int] = (96, 64), count: int = 1
     [("libx264", 30, 30), ("libx265", 50, 50), ("mpeg1video", 30, 30), ("mpeg2video", 24, 24), ("mjpeg", 30, 25)],
 )
 def test_frames_without_times_are_numbered_and_that_is_said(
-    codec: str, rate: int, told: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    codec: str, rate: int, told: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(streams, "_warned", set())
+    warned.clear()
     data = bare(codec, rate)
     with av.open(io.BytesIO(data)) as file:
         expected = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
@@ -429,10 +429,8 @@ def test_frames_without_times_are_numbered_and_that_is_said(
 
 
 @pytest.mark.parametrize("first", [0, 15])
-def test_a_video_that_changes_its_size_is_told(
-    first: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "_warned", {"untimed"})
+def test_a_video_that_changes_its_size_is_told(first: int, caplog: pytest.LogCaptureFixture) -> None:
+    warned.add("untimed, videos")
     data = bare("libx264", 25) + bare("libx264", 25, (64, 128))
     with av.open(io.BytesIO(data)) as file:
         expected = [frame.to_ndarray(format="rgb24").shape[:2] for frame in file.decode(video=0)]
@@ -462,10 +460,8 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_mirrored_video_is_as_players_show_it(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "_warned", set())
+def test_a_mirrored_video_is_as_players_show_it(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    warned.clear()
     matrix, shown = SHOWN[name]
     file = write_video(tmp_path / "a.mp4", frames=9, rate=10, size=(64, 48))
     stored = np.stack([frame.pixels for frame in all_frames(file)])

@@ -17,7 +17,6 @@ import torch
 from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.errors import DecodeError, SampleError
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.families import sound
 from energon_bridge.models.families.sound import DeferredSound, Sound, sound_of, track_of
 
 av = pytest.importorskip("av")
@@ -148,9 +147,8 @@ ODD = {
 @pytest.mark.parametrize("kind", ["array", "file"])
 @pytest.mark.parametrize("name", ODD)
 def test_sounds_that_a_model_would_not_hear_as_people_do_are_named_once(
-    tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sound, "_warned", set())
     samples, said = ODD[name]
     soundfile.write(tmp_path / "a.wav", samples.T, 16000, subtype="FLOAT")
     value = (samples, 16000) if kind == "array" else AVDecoder((tmp_path / "a.wav").read_bytes(), name="a.wav")

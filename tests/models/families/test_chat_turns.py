@@ -524,7 +524,6 @@ def test_a_tokenizer_without_an_end_is_named_once(kind: str, caplog: pytest.LogC
         sample: Any = encode(TextSample(__key__="t", text=text))
         return [int(one) for one in sample.labels[sample.loss_mask.bool()]][-2:]
 
-    conversation._named.discard("end")
     tokens = tokenizer.encode("red color", add_special_tokens=False)
     assert learned("red color") == [tokens[-1], tokenizer.eos_token_id]
     assert not caplog.text

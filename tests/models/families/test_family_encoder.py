@@ -28,7 +28,6 @@ pytest.importorskip("transformers")
 from energon_bridge import CaptioningSample, SampleDecoder, VidQASample, VQASample, get_train_dataset
 from energon_bridge.core.errors import ConfigurationError, SampleError
 from energon_bridge.core.samples import CrudeSample, InterleavedSample, TextSample
-from energon_bridge.models.conversations import conversation
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
 from energon_bridge.models.families import (
     ChatConfig,
@@ -137,7 +136,6 @@ def test_what_says_nothing_is_refused_or_named_once(kind: str, caplog: pytest.Lo
         for sample in (CaptioningSample(__key__="q", image=TWO[0], caption=text), TextSample(__key__="q", text=text)):  # type: ignore[arg-type]
             with pytest.raises(SampleError, match="no text to learn"):
                 encode(sample)
-    conversation._named.clear()
     calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
     for answer in ({"content": "b"}, {"content": "", "tool_calls": calls}, {"content": "", "weight": 0}):
         if kind == "chat" or "tool_calls" not in answer:

@@ -22,7 +22,6 @@ from energon_bridge.core.errors import (
     SkipSample,
     UnfitSampleError,
 )
-from energon_bridge.models.conversations import sequences
 from energon_bridge.models.conversations.conversation import read_conversation
 from energon_bridge.models.conversations.rendering import TextPiece
 from energon_bridge.models.conversations.templates import ChatTemplate
@@ -496,10 +495,7 @@ def test_samples_over_a_limit_are_dropped_or_stop_the_run(limit: str, policy: An
 
 @pytest.mark.parametrize("cut", [{"seq_length": 20}, {"max_num_images": 1, "over_limit": "truncate"}])
 @pytest.mark.usefixtures("core_names")
-def test_the_first_sample_that_is_cut_is_named(
-    cut: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sequences, "_said", set())
+def test_the_first_sample_that_is_cut_is_named(cut: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     content = chat("<image>a", "b", "<image>c", "d", images=[picture(), picture()])
     whole = len(encoder_of("qwen2_vl").encode(content).tokens)
     assert not caplog.records

@@ -16,7 +16,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from energon_bridge.core.errors import UnfitSampleError
 from energon_bridge.core.samples import VQASample
-from energon_bridge.models.conversations import layout
 from energon_bridge.models.conversations.conversation import Conversation, Turn
 from energon_bridge.models.conversations.layout import ConversationTemplateConfig, ImageToken, MultiModalSampleConfig
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
@@ -191,7 +190,6 @@ def test_a_template_that_leaves_the_end_of_answers_out_is_named_once(
     chat = encoder_with(template)
     talk = ConversationTemplateConfig(chat_template=template)
     plain = MultiModalTaskEncoder(chat.tokenizer, None, MultiModalSampleConfig(conversation_template_config=talk))
-    layout._named.clear()
     for encode in (chat.encode, plain.encode_sample):
         caplog.clear()
         with caplog.at_level(logging.WARNING):

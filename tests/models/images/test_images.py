@@ -22,8 +22,8 @@ from energon_bridge import SampleDecoder
 from energon_bridge.core.errors import ConfigurationError, DecodeError
 from energon_bridge.core.format.media import IMAGE_EXTENSIONS
 from energon_bridge.core.samples import streaming
+from energon_bridge.core.samples.places import warned
 from energon_bridge.core.samples.stacking import Slab, SlabPool
-from energon_bridge.models.images import images as images_module
 from energon_bridge.models.images.images import (
     IMAGE_FORMS,
     decode_image,
@@ -160,42 +160,42 @@ def test_orientation_is_left_to_the_user(caplog):
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encoded(picture(20, 10), exif=exif)
-    images_module._warned.clear()
+    warned.clear()
     assert decode(data, "torchrgb8").shape == (3, 10, 20)
     assert decode(data, "pil").getexif()[0x0112] == 6
     assert ["autorotate=True" in message for message in caplog.messages] == [True]
-    images_module._warned.clear()
+    warned.clear()
 
 
 @pytest.mark.parametrize(("kind", "file_format"), [(np.uint16, "PNG"), (np.int32, "TIFF"), (np.float32, "TIFF")])
 def test_values_that_pillow_cuts_are_said_once(kind, file_format, caplog):
-    images_module._warned.clear()
+    warned.clear()
     data = encoded(Image.fromarray(np.arange(64).reshape(8, 8).astype(kind) * kind(1000)), file_format)
     for _ in range(2):
         np.testing.assert_array_equal(decode(data, "rgb8"), pillow(data, "RGB"))
     assert ["have values of 16 or 32 bits" in message for message in caplog.messages] == [True]
-    images_module._warned.clear()
+    warned.clear()
 
 
 def test_the_a_of_lab_is_no_transparency(caplog):
-    images_module._warned.clear()
-    images_module._warned.add(("colours", "jpg"))
+    warned.clear()
+    warned.add("colours, images, jpg")
     data = encoded(picture(20, 10).convert("LAB"), "TIFF")
     np.testing.assert_array_equal(decode(data, "rgb8"), pillow(data, "RGB"))
     assert caplog.messages == []
-    images_module._warned.clear()
+    warned.clear()
 
 
 @pytest.mark.parametrize("file_format", ["TIFF", "GIF", "WEBP", "PNG", "AVIF"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_first_of_several_pages_is_taken_and_said_once(file_format, count, caplog):
-    images_module._warned.clear()
+    warned.clear()
     pages = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")[:count]]
     data = encoded(pages[0], file_format, save_all=True, append_images=pages[1:])
     for _ in range(2):
         np.testing.assert_array_equal(decode(data, "rgb8"), pillow(data, "RGB"))
     assert ["have several pages or frames" in message for message in caplog.messages] == [True] * (count - 1)
-    images_module._warned.clear()
+    warned.clear()
 
 
 def xmp_of(orientation: int, form: str = '<x tiff:Orientation="{}"/>') -> bytes:
@@ -274,10 +274,10 @@ def test_turned_images_are_named_whatever_turns_them(kind, caplog):
     if kind == "AVIF" and not features.check("avif"):
         pytest.skip("Pillow without AVIF")
     for orientation, said in ((1, []), (3, [True])):
-        images_module._warned.clear()
+        warned.clear()
         decode(turned(orientation, kind), "rgb8")
         assert ["autorotate=True" in message for message in caplog.messages] == said
-    images_module._warned.clear()
+    warned.clear()
 
 
 def profile(name: bytes, space: bytes = b"RGB ") -> bytes:
@@ -299,11 +299,11 @@ def profile(name: bytes, space: bytes = b"RGB ") -> bytes:
 )
 @pytest.mark.parametrize("form", ["rgb8", "torchrgb8"])
 def test_images_with_other_colours_are_named_once(kind, icc, is_other, form, caplog):
-    images_module._warned.clear()
+    warned.clear()
     for _ in range(2):
         decode(encoded(picture(40, 26), kind, icc_profile=icc), form)
     assert sum("as if they were sRGB" in message for message in caplog.messages) == is_other
-    images_module._warned.clear()
+    warned.clear()
 
 
 @pytest.mark.parametrize(
@@ -316,10 +316,10 @@ def test_images_with_other_colours_are_named_once(kind, icc, is_other, form, cap
     ],
 )
 def test_pngs_with_a_gamma_or_hdr_are_named(chunk, content, is_other, caplog):
-    images_module._warned.clear()
+    warned.clear()
     decode(png_with(chunk, content, before=b"IDAT"), "rgb8")
     assert sum("as if they were sRGB" in message for message in caplog.messages) == is_other
-    images_module._warned.clear()
+    warned.clear()
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="Pillow without AVIF")
@@ -332,10 +332,10 @@ def test_avifs_of_hdr_or_another_gamut_are_named(primaries, transfer, is_other, 
     data = encoded(picture(40, 26), "AVIF")
     head, box, rest = data.partition(b"colrnclx")
     assert box
-    images_module._warned.clear()
+    warned.clear()
     decode(head + box + struct.pack(">HH", primaries, transfer) + rest[4:], "rgb8")
     assert sum("as if they were sRGB" in message for message in caplog.messages) == is_other
-    images_module._warned.clear()
+    warned.clear()
 
 
 TAGS = st.lists(
@@ -522,7 +522,7 @@ def test_it_is_said_which_row_is_decoded():
     turns = []
     samples = [(4, {"jpg": encoded(picture(24, 16))}), (2, {"txt": b""}), (0, {"jpg": encoded(picture(24, 16))[:-40]})]
     found = SampleDecoder().decode_into(Slab(SlabPool(), 5), samples, turns.append)
-    assert (list(found), turns) == ([4], [4, 0])
+    assert (list(found), turns) == ([4], [4, 0, 4, 0]), "for its header, and for its pixels"
 
 
 def test_targets_are_met_by_rows_too():

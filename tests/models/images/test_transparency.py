@@ -24,9 +24,9 @@ from transformers import CLIPImageProcessorPil
 from energon_bridge import AugmentTaskEncoder, SampleDecoder, get_savable_loader, get_train_dataset
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge.core.samples.places import warned
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
 from energon_bridge.models.families import ChatConfig
-from energon_bridge.models.images import images as decoding
 from energon_bridge.models.images.visual import as_pil, as_rgb
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.testing import write_shard
@@ -65,9 +65,9 @@ def delivered(data: Path, encoder: Any, **options: Any) -> Iterator[tuple[str, d
 
 @pytest.fixture(autouse=True)
 def said_anew() -> Iterator[None]:
-    decoding._warned.clear()
+    warned.clear()
     yield
-    decoding._warned.clear()
+    warned.clear()
 
 
 FORMS: list[tuple[str | None, bool]] = [(None, False), ("pilrgba", True)]

@@ -12,15 +12,9 @@ from PIL import Image
 from sources import convert, picture, refused, write_pictures
 
 from energon_bridge.core.errors import SourceError
-from energon_bridge.models.conversations import segments
 
 ALL = ("--split-ratio", "1,0,0")
 ASKED = {"question": "What is it?", "answer": "x"}
-
-
-@pytest.fixture(autouse=True)
-def _nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_named", set())
 
 
 def lines(folder: Path, *rows: dict[str, Any]) -> Path:

@@ -36,7 +36,6 @@ from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.registry import load
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.images import images
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.forecast.planned_run import run_of_state
 from energon_bridge.tools.preview.batches import TokenNames, delivered, shown
@@ -397,11 +396,8 @@ class Turning(DefaultTaskEncoder[Any, Any, Any, Any]):
     image_alpha = "white"
 
 
-def test_pictures_are_shown_as_the_run_sees_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pictures_are_shown_as_the_run_sees_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The sizes and colours are those that Pillow gives for the files, turned, on white."""
-    monkeypatch.setattr(images, "_warned", set())
     exif = Image.Exif()
     exif[0x0112] = 6
     files = {name: io.BytesIO() for name in ("turned", "clear")}
