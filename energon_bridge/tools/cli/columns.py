@@ -26,8 +26,8 @@ from energon_bridge.tools.columns.making import (
     TokenCount,
     add_column,
     content_bytes,
-    content_hash,
     duplicates,
+    hashes,
     image_size,
     remove_column,
     sound_seconds,
@@ -61,7 +61,7 @@ def command() -> None:
 @click.option("--image-size", "size", is_flag=True, help="`width` and `height` of the first image, of its header.")
 @click.option("--autorotate", is_flag=True, help="With --image-size: as decoders with autorotate turn images.")
 @click.option("--sound-seconds", "heard", is_flag=True, help="`sound_seconds` of all sounds, of their headers.")
-@click.option("--hash", "hashed", is_flag=True, help="`hash` of media and texts, not ids: equal for duplicates.")
+@click.option("--hash", "hashed", is_flag=True, help="`hash` of media and texts, not ids, and `media_hash`.")
 @click.option("--bytes", "counted", is_flag=True, help="`bytes` of all parts.")
 @click.option("--missing", default=None, help="Value of samples that fail. [default: the first one stops]")
 @click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with a dataset.")
@@ -114,7 +114,7 @@ def add(
         (size and not autorotate, image_size, SIZE_MADE_OF, None),
         (size and autorotate, turned_image_size, TURNED_SIZE_MADE_OF, None),
         (heard, sound_seconds, "sound_seconds of the content", "sound_seconds"),
-        (hashed, content_hash, HASH_MADE_OF, "hash"),
+        (hashed, hashes, HASH_MADE_OF, None),
         (counted, content_bytes, "bytes of the content", "bytes"),
     ):
         if flag:

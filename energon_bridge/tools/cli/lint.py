@@ -103,7 +103,7 @@ class _Problems:
 @config_options
 @click.option("--encoder", default=None, metavar="MODULE:ENCODER", help="Run this task encoder over all samples, too.")
 @click.option("--deep", is_flag=True, help="Compare the checksums of all parts, too (energon prepare --checksums).")
-@click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; of the column `hash` if there.")
+@click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; by `hash` columns if there.")
 @click.option("--excludes", is_flag=True, help="Print entries for `exclude` of each dataset's split.yaml instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: ok, checked, samples, empty, warnings, problems.")
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
@@ -236,12 +236,16 @@ def _check(
 def _find_duplicates(datasets: list[PreparedDataset], problems: _Problems, workers: Workers) -> None:
     from energon_bridge.tools.columns.making import COMPARED, find_equal_samples
 
-    count = 0
-    for problem in find_equal_samples(datasets, num_workers=workers):
+    leaks, repeats, shared = find_equal_samples(datasets, num_workers=workers)
+    for problem in (*leaks, *repeats):
         problems.add(problem)
-        count += 1
+    if shared:
+        others = count_of(shared, "sample")
+        problems.warn(f"{others} with the media of an earlier one of the same split part, and another text or JSON.")
     if not problems.quiet:
-        click.echo(f"{count_of(count, 'duplicate') if count else 'No duplicates'}. {COMPARED}")
+        found = count_of(len(leaks) + len(repeats), "duplicate") if leaks or repeats else "No duplicates"
+        between = f", {len(leaks):,} of them of another split part" if leaks else ""
+        click.echo(f"{found}{between}. {COMPARED}")
 
 
 def _samples_of_task(dataset: PreparedDataset, task: Task) -> int:

@@ -58,11 +58,12 @@ ColumnValue = int | float | bool | str
 OfSample = Callable[[Any], ColumnValue | Mapping[str, ColumnValue]]
 """Takes a sample of the dataset's type, decoded, or, with `raw`, a dict of its parts as bytes."""
 
-HASH_MADE_OF = "hash of the content without what names a sample"
+HASH_MADE_OF = "hash of the content without what names a sample, and of its media alone"
 COMPARED = (
     "Compared: media and all other parts by their bytes, and the values of JSON, without ids, names of files and URLs; "
-    "of conversations the turns, system prompt and tools alone."
+    "of conversations the turns, system prompt and tools alone; between split parts media alone, too."
 )
+NO_MEDIA = 0
 _MOST_VALUES = 1 << 20
 _KEPT = ".nv-meta.columns"
 _MANY_SHARDS = 64
@@ -323,6 +324,19 @@ def content_hash(parts: Mapping[str, Any]) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
+def media_hash(parts: Mapping[str, Any]) -> int:
+    """Return a 64-bit hash of the media of a sample alone; `NO_MEDIA` if it has none; for `raw=True`."""
+    is_medium = [part for part in parts if part != "__key__" and kind_by_name(part) is not None]
+    digests = sorted(hashlib.blake2b(parts[part]).digest() for part in is_medium)
+    whole = hashlib.blake2b(b"".join(digests), digest_size=8).digest()
+    return int.from_bytes(whole, "little", signed=True) if digests else NO_MEDIA
+
+
+def hashes(parts: Mapping[str, Any]) -> dict[str, int]:
+    """Return `hash` and `media_hash` of a sample; for `raw=True`."""
+    return {"hash": content_hash(parts), "media_hash": media_hash(parts)}
+
+
 _NAMES = re.compile(
     r"__\w*__|unnamed: ?\d+|(.*[_\- .])?(id|ids|uid|uuid|guid|key|idx|index|inx|url|urls|uri|path|paths|file|files|"
     r"filename|filenames|md5|sha1|sha256)|(image|img|video|audio|file|sample|item|question|row)(id|idx|name|path|file)"
@@ -569,10 +583,14 @@ _ShardOf = tuple[int, int]
 """Number of a dataset, and of a shard in it."""
 
 
-def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Workers = 1) -> Iterator[Problem]:
-    """Yield each sample that equals an earlier one, across all datasets; excluded samples are left out.
+def find_equal_samples(
+    datasets: Sequence[PreparedDataset], *, num_workers: Workers = 1
+) -> tuple[list[Problem], list[Problem], int]:
+    """Return the samples that equal an earlier one, across all datasets: of other split parts, and of the same.
 
-    A shard in several split parts is checked once. Hashes that no column contains are computed, and not stored.
+    Between split parts media alone are compared, too; within one, samples that have the media of an earlier one beside
+    other parts are only counted. Excluded samples are left out, and a shard in several split parts is checked once.
+    Hashes that no column contains are computed, and not stored.
     """
     shards = _distinct_shards(datasets)
     kept = [_kept_hashes(dataset) for dataset in datasets]
@@ -583,26 +601,64 @@ def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Work
             values = kept[number].get(_shard(datasets[number], shard))
             hashes.append(next(computed) if values is None else values)
     starts = np.cumsum([0, *(len(one) for one in hashes)])
-    for group in groups_of_equal(np.concatenate(hashes)):
-        first = ""
-        for row in group.tolist():
-            at = int(np.searchsorted(starts, row, side="right")) - 1
-            number, shard = shards[at]
-            dataset = datasets[number]
-            key = sample_key(dataset, shard, int(row - starts[at]))
-            if (dataset.shard_names[shard], key) in dataset.excluded:
-                continue
-            if first:
-                yield Problem(
-                    dataset=dataset.path,
-                    split_part=dataset.split_part,
-                    shard=dataset.shard_names[shard],
-                    key=key,
-                    message=f"has the content of {first}",
-                    remedy=f"If it is one too many, {LEAVE_OUT}.",
-                )
-            else:
-                first = f"key {key!r} in {dataset.store.url(dataset.shard_names[shard])}"
+    content, media = np.concatenate(hashes).T
+    leaks: dict[int, Problem] = {}
+    repeats: dict[int, Problem] = {}
+    for group in groups_of_equal(content):
+        _name_equal(_placed(datasets, shards, starts, group), "content", leaks, repeats)
+    names = [dataset.split_part for dataset in datasets]
+    part_of_shard = np.array([names.index(names[number]) for number, _ in shards])
+    shared = 0
+    for group in groups_of_equal(media):
+        if media[group[0]] == NO_MEDIA:
+            continue
+        if any(dataset.excluded for dataset in datasets):
+            group = np.array([row for row, *_ in _placed(datasets, shards, starts, group)], dtype=np.int64)
+        shared += sum(row not in leaks and row not in repeats for row in group[1:].tolist())
+        parts = part_of_shard[np.searchsorted(starts, group, side="right") - 1]
+        if (parts != parts[:1]).any():
+            before = len(leaks)
+            _name_equal(_placed(datasets, shards, starts, group), "media", leaks, None)
+            shared -= len(leaks) - before
+    return list(leaks.values()), list(repeats.values()), shared
+
+
+_Placed = Iterator[tuple[int, PreparedDataset, str, str]]
+
+
+def _placed(
+    datasets: Sequence[PreparedDataset], shards: Sequence[_ShardOf], starts: np.ndarray, rows: np.ndarray
+) -> _Placed:
+    """Yield the samples in some rows of all hashes with dataset, shard and key, without those that are excluded."""
+    for row in rows.tolist():
+        at = int(np.searchsorted(starts, row, side="right")) - 1
+        number, shard = shards[at]
+        dataset = datasets[number]
+        name = dataset.shard_names[shard]
+        key = sample_key(dataset, shard, int(row - starts[at]))
+        if (name, key) not in dataset.excluded:
+            yield row, dataset, name, key
+
+
+def _name_equal(samples: _Placed, what: str, leaks: dict[int, Problem], repeats: dict[int, Problem] | None) -> None:
+    """Note samples that equal the first of them: those of other split parts in `leaks`, others in `repeats`."""
+    first = next(samples, None)
+    for row, dataset, shard, key in samples:
+        assert first is not None
+        _, other, place, other_key = first
+        is_leak = dataset.split_part != other.split_part
+        found = leaks if is_leak else repeats
+        if found is None or row in leaks:
+            continue
+        where = f", of the split part {other.split_part!r}" if is_leak else ""
+        found[row] = Problem(
+            dataset=dataset.path,
+            split_part=dataset.split_part,
+            shard=shard,
+            key=key,
+            message=f"has the {what} of key {other_key!r} in {other.store.url(place)}{where}",
+            remedy=f"If {'no split part shall know another' if is_leak else 'it is one too many'}, {LEAVE_OUT}.",
+        )
 
 
 def sample_key(dataset: PreparedDataset, shard: int, index: int) -> str:
@@ -629,33 +685,38 @@ def _distinct_shards(datasets: Sequence[PreparedDataset]) -> list[_ShardOf]:
 
 
 def _kept_hashes(dataset: PreparedDataset) -> dict[_Shard, np.ndarray]:
-    """Return the hashes of the shards covered by the column `hash`."""
+    """Return the hashes of the shards covered by the columns `hash` and `media_hash`."""
     if isinstance(dataset, JsonlDataset | ForeignDataset):
         return {}
-    rows = _kept_rows(dataset, read_columns(dataset.store), "hash", HASH_MADE_OF)
-    return {shard: columns["hash"] for shard, columns in rows.items()}
+    rows = _kept_rows(dataset, read_columns(dataset.store), None, HASH_MADE_OF)
+    both = {shard: columns for shard, columns in rows.items() if len(columns) == 2}  # one may have been removed
+    return {shard: np.stack([columns["hash"], columns["media_hash"]], axis=1) for shard, columns in both.items()}
 
 
 def _hashes(datasets: Sequence[PreparedDataset], shard_of: _ShardOf) -> np.ndarray:
-    """Return the hash of the content of each sample of a shard, int64, shape (samples,)."""
+    """Return the hashes of the content and of the media of each sample of a shard, int64, shape (samples, 2)."""
     dataset = datasets[shard_of[0]]
-    shard = shard_of[1]
+    found = [list(hashes(parts).values()) for parts in _parts_of(dataset, shard_of[1])]
+    return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
+def _parts_of(dataset: PreparedDataset, shard: int) -> Iterator[dict[str, Any]]:
+    """Yield the parts of each sample of a shard, as far as they are compared."""
     where = dataset.store.url(dataset.shard_names[shard])
     if isinstance(dataset, ForeignDataset):
-        return np.array([_hash_of_row(row, n) for n, row in enumerate(read_rows(dataset, shard))], dtype=np.int64)
-    values = []
+        yield from (_parts_of_row(row, number) for number, row in enumerate(read_rows(dataset, shard)))
+        return
     follow = follow_links(dataset.path)
     for index, data in read_samples(dataset, shard):
         if isinstance(dataset, JsonlDataset):
-            values.append(content_hash({"json": bytes(data).strip()}))
+            yield {"json": bytes(data).strip()}
             continue
         _, parts = parse_sample(data, where=f"{where}, sample {index}", follow=follow)
-        values.append(content_hash({part: bytes(content) for part, content in parts.items()}))
-    return np.array(values, dtype=np.int64)
+        yield {part: bytes(content) for part, content in parts.items()}
 
 
-def _hash_of_row(row: Any, number: int) -> int:
-    """Return the hash of a row of a table; of one that cannot be read, one that no other row has."""
+def _parts_of_row(row: Any, number: int) -> dict[str, Any]:
+    """Return the parts of a row of a table; of one that cannot be read, what no other row has."""
     if isinstance(row, Exception):
-        return content_hash({"row": b"%d" % number, "error": str(row).encode()})
-    return content_hash({part: data for part, data in row.parts.items() if isinstance(data, bytes | memoryview)})
+        return {"row": b"%d" % number, "error": str(row).encode()}
+    return {part: bytes(data) for part, data in row.parts.items() if isinstance(data, bytes | memoryview)}

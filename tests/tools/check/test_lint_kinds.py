@@ -47,6 +47,7 @@ from energon_bridge.tools.check.lint import lint_encoded
 from energon_bridge.tools.check.media import MediaFilter
 from energon_bridge.tools.check.quarantine import read_quarantine
 from energon_bridge.tools.columns.making import add_column, content_hash
+from energon_bridge.tools.testing import write_shard
 
 
 def png() -> bytes:
@@ -336,6 +337,49 @@ def test_duplicates_of_converted_tables_are_found(tmp_path: Path, kind: str) -> 
     assert "1 duplicate. Compared: media" in refusal_of("lint", root, "--duplicates", "--no-progress")
     assert "Compared: media" in output_of("columns", "add", root, "--hash")
     assert "2 samples in 1 group of equal ones" in output_of("columns", "duplicates", root)
+
+
+def pictured(folder: Path, parts: dict[str, list[tuple[str, str, str]]]) -> Path:
+    """Write a dataset of split parts, whose samples are given as key, colour of the picture and caption."""
+    for part, samples in parts.items():
+        (folder / part).mkdir(parents=True)
+        written = {}
+        for key, colour, caption in samples:
+            file = io.BytesIO()
+            Image.new("RGB", (9, 9), colour).save(file, "png")
+            written[key] = {"png": file.getvalue(), "txt": caption.encode()}
+        write_shard(folder / part / "s.tar", written)
+    rule = parse_patterns([f"{part}:{part}/.*" for part in parts])
+    yaml = render_dataset_yaml("CaptioningSample", {"image": "png", "caption": "txt"})
+    prepare_dataset(folder, split=rule, dataset_yaml=yaml)
+    return folder
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_media_of_two_split_parts_are_named_first_whatever_is_beside_them(tmp_path: Path, columns: bool) -> None:
+    train = [("a", "red", "one"), ("b", "red", "two"), ("c", "blue", "x"), ("d", "blue", "x"), ("e", "tan", "y")]
+    val = [("k", "red", "three"), ("l", "tan", "y"), ("m", "green", "one")]
+    root = pictured(tmp_path / "data", {"train": train, "val": val})
+    if columns:
+        assert "media_hash" in output_of("columns", "add", root, "--hash", "--num-workers", 1)
+    code, report = lint(root, "--duplicates")
+    found = [(one["split_part"], one["key"], one["message"]) for one in report["problems"]]
+    there = f"in {root}/train/s.tar"
+    assert found == [
+        ("val", "l", f"has the content of key 'e' {there}, of the split part 'train'"),
+        ("val", "k", f"has the media of key 'a' {there}, of the split part 'train'"),
+        ("train", "d", f"has the content of key 'c' {there}"),
+    ]
+    assert code == 1
+    assert report["warnings"] == [
+        "1 sample with the media of an earlier one of the same split part, and another text or JSON."
+    ]
+    assert "3 duplicates, 2 of them of another split part." in refusal_of("lint", root, "--duplicates", "--no-progress")
+    split = root / ".nv-meta/split.yaml"
+    gone = "exclude: ['val/s.tar/l', 'val/s.tar/k', 'train/s.tar/d', 'train/s.tar/b']"
+    split.write_text(split.read_text().replace("exclude: []", gone))
+    code, report = lint(root, "--duplicates")
+    assert (code, report["samples"], report["problems"], report["warnings"]) == (0, 4, [], [])
 
 
 def test_that_there_are_no_duplicates_is_said(tmp_path: Path) -> None:
