@@ -395,6 +395,38 @@ def test_a_sample_of_several_epochs_is_told_once_with_its_steps(tmp_path: Path) 
     assert said(rows[0][-1]) == "train-00001"
 
 
+def test_batches_without_keys_are_told_by_dataset_and_shard_and_withdrawn_samples_are_marked(tmp_path: Path) -> None:
+    folders = [create_captioning_test_dataset(tmp_path / name, num_train=3, num_val=1) for name in ("one", "two")]
+    (tmp_path / "mix.yaml").write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        + "".join(f"      - {{weight: 1, path: {folder.name}}}\n" for folder in folders)
+    )
+    settings = {"batch_size": 1, "worker_config": WorkerConfig(num_workers=0), "task_encoder": DefaultTaskEncoder()}
+    loader = EnergonDataloader(get_savable_loader(get_train_dataset(tmp_path / "mix.yaml", **settings)))
+    recorder = RunRecorder()
+    recorder.start(loader)
+    shards: dict[str, str] = {}
+    for step in range(1, 13):
+        batch = next(loader)
+        source = batch.__sources__[0]
+        name = f"{Path(source.dataset_path).name}, {source.shard_name}, sample {source.index}"
+        shards[name] = batch.__key__[0]
+        recorder.microbatch(loader, {"__restore_key__": batch.__restore_key__}, step, torch.tensor(float(step)))
+    (first, *_) = shards
+    loader.loader.ban([shards[first]], dataset=str(tmp_path / first.partition(",")[0]))
+    told = summary(recorder, loader)
+    loader.close()
+    assert told is not None
+    write_report(tmp_path / "report.html", [told], recorder)
+    sections = dict(Read(tmp_path / "report.html").run["sections"])
+    slowest = next(blocks for name, blocks in sections.items() if name.startswith("Slowest"))[0]["rows"]
+    assert {said(row[-1]) for row in slowest} == {*shards}
+    highest = next(blocks for name, blocks in sections.items() if name.startswith("Highest"))[0]["rows"]
+    marked = {row[-1]["keys"][0]: row[-1]["keys"][1:] for row in highest}
+    assert marked.keys() == shards.keys()
+    assert {name: mark for name, mark in marked.items() if mark} == {first: ["withdrawn by ban"]}
+
+
 def pages_of(folder: Path) -> list[dict[str, Any]]:
     """Return the samples of pages, by their numbers."""
     found: list[dict[str, Any]] = []

@@ -449,9 +449,7 @@ def test_a_configuration_says_where_its_data_and_model_come_from(path: Path) -> 
     assert re.search(r"(Model|Data and model): ", head)
 
 
-def test_captions_are_those_of_the_split(
-    dataset: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_captions_are_those_of_the_split(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
     captions = dataset_captions(str(dataset), limit=1000)
     with ThreadPoolExecutor(1) as pool:  # a tokenizer that is trained on them has a thread
         assert len(pool.submit(list, captions).result()) == 12

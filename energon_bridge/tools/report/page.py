@@ -85,7 +85,7 @@ def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, obje
     if samples:
         facts["samples delivered"] = f"{samples:,}"
     if draws and size:
-        facts["epochs"] = f"{draws / size:.2f}"
+        facts["epochs drawn"] = f"{draws / size:.2f}"
     if recorder.seconds > 0:
         facts |= {
             "time spent training": _duration(recorder.seconds),
@@ -108,7 +108,7 @@ def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
         _mix_line(name, rows, total, hues.get(number))
         for number, (name, rows) in enumerate(zip(names, together, strict=True))
     ]
-    columns = ("dataset", "in the mix now", "delivered", "", "samples", "epochs", "skipped", "failed", "excluded")
+    columns = ("dataset", "in the mix now", "delivered", "", "samples", "epochs drawn", "skipped", "failed", "excluded")
     said = (
         "In the mix now: by the weights since the last change of the mix, or, if they moved, what was drawn by them. "
         f"Delivered: in all steps.{_joined(ranks[0], names)}"
@@ -271,12 +271,15 @@ def _highest(ranks: Sequence[RankSummary], folder: Path, spec: DatasetSpec | Non
         return []
     highest, again = _once(highest)
     pages, said = _pages_of(highest, folder, spec)
+    withdrawn = frozenset[tuple[str, int]]().union(*(rank.withdrawn for rank in ranks))
     folder_url = quote(folder.name)
     lines = []
     for entry, steps, numbers in zip(highest, again, pages, strict=True):
         above, loss, _, _, keys, rank, samples = entry
         links = [(f"page {number + 1}", f"{folder_url}/index.html#/sample/{number}") for number in numbers]
-        cell = {"keys": keys or [f"sample {one[1]}" for one in samples], "links": links}
+        gone = sum(one[:2] in withdrawn for one in samples)
+        mark = [f"withdrawn by ban: {gone} of {len(samples)}" if len(samples) > 1 else "withdrawn by ban"]
+        cell = {"keys": [*keys, *(mark if gone else [])], "links": links}
         lines.append((f"{loss:.4f}", ", ".join(f"{step:,}" for step in steps), str(rank), f"{above:+.4f}", cell))
     table = _table(("loss", "step", "rank", "above usual", "samples"), lines, right=(0, 1, 2, 3))
     return [

@@ -19,14 +19,17 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from energon_bridge.core.dataloader import EnergonDataloader
 from energon_bridge.core.errors import EnergonError
+from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.run_data import dataset_names
 from energon_bridge.core.loader.saved_run import State, read
+from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.stream.failures import FailureKind
 from energon_bridge.core.stream.state import COUNTERS, BatchKey, SampleKey, read_key
@@ -155,7 +158,7 @@ class RunRecorder:
         self.highest: list[HighLoss] = []
         self._before: deque[float] = deque(maxlen=USUAL)
         self._microbatches = self._rank = 0
-        self._names: dict[str, str] = {}  # of the datasets of a mix, by identity
+        self._leaves: dict[str, tuple[str, OpenLeaf]] = {}  # the datasets by identity, with their names in a mix
         self._of_other = (0.0, 0.0)  # seconds and waiting that a restored state of another rank had
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_batches: list[tuple[Tensor, int, int, list[str], Any]] = []
@@ -173,10 +176,11 @@ class RunRecorder:
             self._of_other = (self.seconds, self.waited)
         self._rank = rank
         spec = spec_of(loader)
-        if spec is not None and len(spec.leaves) > 1:
+        if spec is not None:
             datasets = [leaf.dataset for leaf in spec.leaves]
             named = dataset_names([one.path for one in datasets], [one.split_part for one in datasets])
-            self._names = {leaf.identity: name for leaf, name in zip(spec.leaves, named, strict=True)}
+            named = named if len(named) > 1 else [""]
+            self._leaves = {leaf.identity: (name, leaf) for leaf, name in zip(spec.leaves, named, strict=True)}
 
     def microbatch(self, loader: EnergonDataloader | None, batch: Any, step: int, loss: Tensor | None = None) -> None:
         """Record the microbatch that the loader has just delivered, for the optimizer step with this number.
@@ -295,17 +299,29 @@ class RunRecorder:
         return (*before, self._named(keys, key)[part], rank, _samples(key, part))
 
     def _named(self, keys: list[str], key: Any) -> list[str]:
-        """Return the keys of the rows of a batch, in a mix with the datasets that their samples are of."""
+        """Return the keys of the rows of a batch, in a mix with the datasets that their samples are of.
+
+        A batch without keys gets what its restore key tells: dataset, shard and number of each sample.
+        """
         try:
-            named = read_key(key) if self._names else None
+            named = read_key(key)
         except LookupError:
-            named = None
-        if named is None:
             return keys
         rows = named.rows if isinstance(named, BatchKey) else (named,)
-        of_rows = (dict.fromkeys(self._names.get(sample[0], "") for sample in row.samples) for row in rows)
-        said = [f"{', '.join(filter(None, names))}: {one}" for names, one in zip(of_rows, keys, strict=False)]
+        if not keys:
+            return ["; ".join(map(self._place, row.samples[:_MOST_KEYS])) for row in rows[:_MOST_KEYS]]
+        of_rows = (dict.fromkeys(self._leaves.get(sample[0], ("",))[0] for sample in row.samples) for row in rows)
+        texts = (", ".join(filter(None, names)) for names in of_rows)
+        said = [f"{text}: {one}" if text else one for text, one in zip(texts, keys, strict=False)]
         return said + keys[len(said) :]
+
+    def _place(self, sample: SampleKey) -> str:
+        """Return dataset, shard and number of a sample without a key."""
+        identity, index, *_ = sample
+        name, leaf = self._leaves.get(identity, ("", None))
+        dataset = None if leaf is None else leaf.dataset
+        shard = dataset.place_of(index)[0] if isinstance(dataset, PreparedDataset) else ""
+        return ", ".join(filter(None, (name, shard, f"sample {index}")))
 
     def flush(self) -> None:
         """Read the losses that are still on the device."""
@@ -387,6 +403,7 @@ class RankSummary:
         metrics: Of the loader.
         slowest, highest: As of `RunRecorder`; those of a state that all ranks have restored are in the summary of each.
         draws: Draws of each dataset by its identity, after some steps.
+        withdrawn: Those of the samples in `highest` that are banned by now: identity and index.
         cost: With balance, the mean cost of what it ran in a global batch.
     """
 
@@ -400,6 +417,7 @@ class RankSummary:
     slowest: tuple[tuple[float, bool, int, int, list[str], int], ...] = ()
     highest: tuple[HighLoss, ...] = ()
     draws: tuple[tuple[int, dict[str, int]], ...] = ()
+    withdrawn: frozenset[tuple[str, int]] = frozenset()
     cost: float | None = None
 
 
@@ -422,6 +440,7 @@ def summary(recorder: RunRecorder, loader: EnergonDataloader | None) -> RankSumm
         slowest=tuple(sorted(recorder.slowest, reverse=True)),
         highest=tuple(recorder.highest),
         draws=tuple(recorder.draws.looks),
+        withdrawn=frozenset() if spec is None else _withdrawn(inner, recorder.highest),
         cost=recorder.balance["cost"].mean if recorder.balance else None,
     )
 
@@ -495,6 +514,16 @@ def _planned(loader: Any, spec: DatasetSpec, rows: Sequence[State]) -> list[floa
         shares = {identity: share / Fraction(means[identity]) for identity, share in shares.items()}
     total = sum(shares.values())
     return [float(100 * shares[row["identity"]] / total) if row["identity"] in shares else None for row in rows]
+
+
+def _withdrawn(loader: Any, highest: Sequence[HighLoss]) -> frozenset[tuple[str, int]]:
+    """Return those of some samples that are banned by now."""
+    try:
+        banned = read(loader.save_state_rank()).banned
+    except EnergonError:  # no state within a balanced global batch
+        return frozenset()
+    shown = {one[:2] for *_, samples in highest for one in samples if one[0] in banned}
+    return frozenset(one for one in shown if banned[one[0]].among(np.array([one[1]])).any())
 
 
 def _moves(loader: Any, spec: DatasetSpec) -> bool:

@@ -173,7 +173,7 @@ def test_a_report_and_the_trainer_of_transformers_count_the_same_epochs(data: Pa
     found = summary(RunRecorder(), loader)
     assert found is not None
     write_report(tmp_path / "report.html", [found], RunRecorder())
-    assert '["epochs","3.00"]' in (tmp_path / "report.html").read_text()
+    assert '["epochs drawn","3.00"]' in (tmp_path / "report.html").read_text()
     assert len(Described(spec)) == 66
     loader.close()
 
