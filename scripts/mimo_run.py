@@ -7,6 +7,8 @@ need no Transformer Engine; the language model is a GPT of one layer instead of 
 resumes only with Apex or Transformer Engine.
 """
 
+# mypy: disable-error-code="import-not-found, import-untyped"
+
 from __future__ import annotations
 
 import functools
@@ -51,9 +53,9 @@ class Chats(ChatTemplateTaskEncoder):
 class Attention(SharedAttention):
     """Finds its tensor-parallel group without the global ones, which this program does not make."""
 
-    def __init__(self, *args: Any, pg_collection: Any, **options: Any) -> None:
-        super().__init__(*args, pg_collection=pg_collection, **options)
-        self.tp_group = pg_collection.tp
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.tp_group = options["pg_collection"].tp
 
 
 def make_data(args: Any, roles: Any) -> EnergonMultiModalDataModule:
@@ -228,7 +230,7 @@ def one_grid() -> None:
         cp_group=groups.cp,
         tp_group=groups.tp,
     )
-    weights = {}
+    weights: dict[str, Any] = {}
     for path in Path(args.load).glob("weights*.pt"):
         weights |= torch.load(path)
     model.load_state_dict(weights, strict=False)
