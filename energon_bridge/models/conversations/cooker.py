@@ -44,9 +44,7 @@ from energon_bridge.models.conversations.turns import (
 )
 from energon_bridge.models.conversations.unused import name_unused
 from energon_bridge.models.conversations.withheld import fault_of_split, fault_of_verdict, first_held_out, held_out_by
-from energon_bridge.models.families import (
-    ChatSample,
-)
+from energon_bridge.models.families import ChatSample
 
 
 def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSample:

@@ -643,10 +643,7 @@ def preferred(entry: Mapping[str, Any]) -> Mapping[str, Any]:
         turns = _turns_of_pair({**kept, asked[1]: answer}, asked)
     else:
         raise SampleError(f"the question of the `chosen` answer is not found in {', '.join(kept) or 'nothing'}")
-    return {
-        **without(kept, *CONVERSATIONS, *(asked or ()), *BESIDE_PAIRS[: 3 * (name is None)]),
-        "messages": turns,
-    }
+    return {**without(kept, *CONVERSATIONS, *(asked or ()), *BESIDE_PAIRS[: 3 * (name is None)]), "messages": turns}
 
 
 def num_rejected(entry: Mapping[str, Any]) -> int:

@@ -257,11 +257,7 @@ def _nested_splits(groups: Sequence[Group], columns: Sequence[str]) -> tuple[str
 
 
 def _withheld(
-    here: str,
-    columns: Sequence[str],
-    splits: Sequence[str],
-    files: Sequence[Sequence[Group]],
-    wanted: Collection[str],
+    here: str, columns: Sequence[str], splits: Sequence[str], files: Sequence[Sequence[Group]], wanted: Collection[str]
 ) -> dict[str, str]:
     """Return the columns that say that some rows are held out or rejected, each with the complaint about it.
 
