@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from clips import write_video
-from commands import answer, output_of
+from commands import answer, output_of, refusal_of
 from forked import start_forked
 from paths import CONFIGS
 from PIL import Image
@@ -226,6 +226,21 @@ def test_columns_count_sounds_and_videos_and_decode_nothing(
         for name, column in zip(names, zip(*counted, strict=True), strict=True)
         if f"{name[:5]}s" in fields
     )
+
+
+def test_lint_names_what_the_processor_of_a_model_refuses(tmp_path: Path) -> None:
+    """Of Qwen2-VL: no image more than 200 times as wide as it is high (smart_resize of transformers)."""
+    source = conversations(tmp_path, ("images",), 4)
+    Image.new("RGB", (606, 3), "red").save(tmp_path / "2.png")
+    data = converted(source, tmp_path / "data", "--split-ratio", "1,0,0")
+    model = tmp_path / "model"
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "image_size": 32}
+    write_preset(ModelConfig(preset="tiny-qwen2.5-vl", **sizes), model, lambda: ["which? red green blue"])
+    assert "All 4 samples load" in output_of("lint", data, "--no-progress")
+    refused = refusal_of("lint", data, "--processor", model, "--no-progress")
+    assert f"train: {model} encodes " in refused
+    assert ", 1 fail" in refused
+    assert "'000000002': an image of 606 x 3 pixels is too narrow" in refused
 
 
 def test_a_preview_shows_samples_as_a_model_gets_them(model_type: str, model: Path, data: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import click
 
@@ -32,6 +33,7 @@ from energon_bridge.tools.cli.prepare_options import (
     shard_progress,
 )
 from energon_bridge.tools.cli.quarantine import print_excludes
+from energon_bridge.tools.cli.run_options import encoder_of_model, load_encoder
 
 _MAX_SHOWN = 100
 _TAKEN = f"The field map takes all alike. To leave one out, {LEAVE_OUT}."
@@ -102,6 +104,7 @@ class _Problems:
 @click.option("--split-parts", default=None, help="Parts to check, separated by commas. Default: all.")
 @config_options
 @click.option("--encoder", default=None, metavar="MODULE:ENCODER", help="Run this task encoder over all samples, too.")
+@click.option("--processor", default=None, metavar="MODEL", help="The same with conversations as this model gets them.")
 @click.option("--deep", is_flag=True, help="Compare the checksums of all parts, too (energon prepare --checksums).")
 @click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; by `hash` columns if there.")
 @click.option("--excludes", is_flag=True, help="Print entries for `exclude` of each dataset's split.yaml instead.")
@@ -117,6 +120,7 @@ def command(
     dataset_config: str,
     split_config: str,
     encoder: str | None,
+    processor: str | None,
     deep: bool,
     duplicates: bool,
     excludes: bool,
@@ -141,8 +145,11 @@ def command(
     energon lint /data/captions --task 3/16
     """
     one_task = chosen_task(task, finish=False)
-    if one_task is not None and (encoder is not None or duplicates):
-        raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
+    encodes = encoder or processor
+    if encoder is not None and processor is not None:
+        raise ConfigurationError("--encoder and --processor: give one of them.")
+    if one_task is not None and (encodes is not None or duplicates):
+        raise ConfigurationError("--task checks shards: run --encoder, --processor and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
     problems = _Problems(quiet=as_json or excludes)
     datasets, empty = _opened(path, parts, dataset_config, split_config, problems, trust=trust_remote_code)
@@ -155,11 +162,28 @@ def command(
     for dataset in datasets:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             checked += _check(
-                dataset, problems, advance, workers=workers, task=one_task, deep=deep, cooks=encoder is None
+                dataset,
+                problems,
+                advance,
+                workers=workers,
+                task=one_task,
+                deep=deep,
+                cooks=encodes is None,
             )
-    if encoder is not None:
+    if encodes is not None:
         splits = _splits(path, datasets, parts)
-        _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)
+        made = encoder_of_model(processor) if processor is not None else load_encoder(encoder)
+        _encode(
+            path,
+            splits,
+            made,
+            encodes,
+            problems,
+            parallel,
+            dataset_config,
+            split_config,
+            trust=trust_remote_code,
+        )
     if duplicates:
         _find_duplicates(datasets, problems, workers)
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
@@ -267,7 +291,8 @@ def _splits(path: str, datasets: list[PreparedDataset], parts: tuple[str, ...]) 
 def _encode(
     path: str,
     splits: list[str],
-    encoder: str,
+    encoder: Any,
+    name: str,
     report: _Problems,
     parallel: int,
     dataset_config: str,
@@ -275,20 +300,18 @@ def _encode(
     *,
     trust: bool,
 ) -> None:
-    from energon_bridge.tools.cli.run_options import load_encoder
-
     for split in splits:
         count, problems = lint_encoded(
             path,
             split,
-            load_encoder(encoder),
+            encoder,
             num_workers=parallel if parallel > 1 else 0,
             dataset_config=dataset_config,
             split_config=split_config,
             trust_remote_code=trust,
         )
         if not report.quiet:
-            click.echo(f"{split}: {encoder} encodes {count_of(count, 'sample')}, {len(problems):,} fail.")
+            click.echo(f"{split}: {name} encodes {count_of(count, 'sample')}, {len(problems):,} fail.")
         for problem in problems:
             report.add(problem)
 
