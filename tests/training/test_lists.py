@@ -664,6 +664,10 @@ def test_answers_that_are_calls_of_tools_beside_them(form: str) -> None:
             {"messages": [*ASKED, {**RED, "content": "<bbox>"}], "objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}},
             "has `objects` for the places '<bbox>'",
         ),
+        (  # of VTimeLLM
+            {"messages": [{"role": "user", "content": "From <s0>?"}, RED], "meta": {"token": {"<s0>": 2.6}}},
+            "has `meta` for the places '<s0>'",
+        ),
         ({"prompt": "a", "completion": "bad", "label": "False"}, "has preferences (label)"),
         ({"functions": "zoom", "messages": [*ASKED, RED]}, "the functions are not valid JSON: "),
         ({"tools": ["zoom"], "messages": [*ASKED, RED]}, "the tools are not valid JSON: "),

@@ -50,7 +50,7 @@ _ASKED = ("question", "question_stem", "query", "problem", "prompt", "instructio
 _RIGHT = (
     *("answer", "answerkey", "answer_key", "answer_idx", "answer_index", "answer_id", "correct_answer", "correct"),
     *("correct_choice_idx", "correct_choice", "correct_option", "correct_index", "correct_idx", "cop", "label"),
-    *("target", "gold", "ground_truth", "gt", "solution_idx"),
+    *("target", "gold", "ground_truth", "gt", "solution_idx", "gt_answer", "answer_letter", "answer_label"),
 )
 _SAID = ("answer", "output", "response", "completion", "assistant", "gpt", "answers")
 _LETTER = "Answer with the option's letter from the given choices directly."  # of LLaVA 1.5
@@ -273,14 +273,15 @@ def choice_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def first_answer(value: Any) -> str | None:
-    """Return the answer of most annotators, the first of those (TextVQA, VQAv2, SQuAD); None: there is none."""
+    """Return the answer of most annotators who gave one, the first of those (TextVQA, SQuAD); None: there is none."""
     if isinstance(value, bool):  # of BoolQ
         return "yes" if value else "no"
     if said := said_by_annotators(value):
         return said[0]
     texts = value.get("text") if isinstance(value, Mapping) else value
     if isinstance(texts, list | tuple) and texts and all(isinstance(one, str) for one in texts):
-        return max(texts, key=texts.count)
+        filled_in = [one for one in texts if one.strip()] or [*texts]
+        return max(filled_in, key=filled_in.count)
     return texts if isinstance(texts, str) else None
 
 
@@ -381,7 +382,7 @@ def said_by_annotators(value: Any) -> list[str] | None:
     for one in accepted(value):
         votes = next((one[name] for name in _COUNTS if _is_number(one.get(name))), 1)
         counts[one["answer"]] += votes
-    return sorted(texts, key=lambda text: -counts[text])
+    return sorted(texts, key=lambda text: (not text.strip(), -counts[text]))
 
 
 _COUNTS = ("count", "votes", "num_votes", "vote_count", "freq", "frequency")

@@ -51,6 +51,7 @@ from energon_bridge.models.conversations.conversation import (
 )
 from energon_bridge.models.conversations.layout import MultiModalSampleConfig, place_images
 from energon_bridge.models.conversations.places import looks_placed, unwrapped
+from energon_bridge.models.conversations.questions import first_answer
 
 SampleEncoder = Callable[[Any, MultiModalSampleConfig], Conversation | Document | ChatSample]
 
@@ -295,11 +296,12 @@ def _best_answer(sample: VQASample | VQAOCRSample | VidQASample) -> str:
     answers: Any = sample.answers  # a field map may give one text where the type has a list
     if isinstance(answers, str):
         return answers
-    if not sample.answers:
+    best = first_answer(list(answers or ()))
+    if best is None:
         raise SampleError(f"a {type(sample).__name__} needs answers for training")
     weights = sample.answer_weights
     if weights is None:
-        return max(answers, key=list(answers).count)  # the first that most annotators gave
-    if len(weights) != len(sample.answers):
-        raise SampleError(f"{len(sample.answers)} answers but {len(weights)} answer weights")
-    return sample.answers[max(range(len(weights)), key=lambda i: float(weights[i]))]
+        return best
+    if len(weights) != len(answers):
+        raise SampleError(f"{len(answers)} answers but {len(weights)} answer weights")
+    return answers[max(range(len(weights)), key=lambda i: float(weights[i]))]

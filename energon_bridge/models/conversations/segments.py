@@ -43,7 +43,7 @@ from typing import Any, Literal
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.format.media import kind_by_name
 from energon_bridge.core.samples.places import warn_once
-from energon_bridge.models.conversations.places import Medium
+from energon_bridge.models.conversations.places import Medium, spelled
 from energon_bridge.models.conversations.questions import is_metadata, texts_in
 from energon_bridge.models.conversations.withheld import is_weight
 
@@ -409,23 +409,35 @@ def _chooses(numbers: Sequence[float], count: int) -> bool:
 
 
 def _check_marks(entry: Mapping[str, Any], there: Mapping[Medium, int]) -> None:
-    """Raise SampleError for places of objects of an image in texts (`<bbox>`, `<region1>`) that a column is to fill."""
-    if not there.get("image") and "objects" not in entry:  # of ms-swift
-        return
-    named = [one for one in entry if _OF_OBJECTS & _kinds(one) and entry[one]]
-    columns = [one for one in named if str(entry[one]).startswith(("[", "{", "("))]
+    """Raise SampleError for places in texts that a column is to fill: objects (`<bbox>`), or keys of it (`<s0>`)."""
+    columns = {name: mark for name, value in entry.items() if (mark := _marks_of(value)) is not None}
+    if there.get("image") or "objects" in entry:  # of ms-swift
+        objects = (one for one in entry if _OF_OBJECTS & _kinds(one) and str(entry[one]).startswith(("[", "{", "(")))
+        columns = {**dict.fromkeys(objects, _MARK), **columns}
     if not columns:
         return
-    texts = texts_in({name: value for name, value in entry.items() if name not in columns})
-    found = (_MARK.search(text) for text in texts if "<" in text and not _CLOSED.search(text))
-    if (mark := next(filter(None, found), None)) is not None:
-        raise SampleError(
-            f"has `{columns[0]}` for the places {mark[0]!r} in its texts, which would be learned as they are: write "
-            "names and boxes into the texts, as the model has them; for the texts to be learned as they are, "
-            f"{_without(*columns)}"
-        )
+    beside = [value for name, value in entry.items() if name not in columns]
+    texts = [text for text in texts_in(beside) if "<" in text and not _CLOSED.search(text)]
+    for name, mark in columns.items():
+        if (found := next(filter(None, map(mark.search, texts)), None)) is not None:
+            raise SampleError(
+                f"has `{name}` for the places {found[0]!r} in its texts, which would be learned as they are: write "
+                "what they stand for into the texts, as the model has it; for the texts to be learned as they are, "
+                f"{_without(name)}"
+            )
 
 
+def _marks_of(value: Any) -> re.Pattern[str] | None:
+    """Return what finds the keys of objects in a value that are places (`{"<s0>": 2.6}`, of VTimeLLM); not of files."""
+    if not isinstance(value, Mapping):
+        return None
+    inner = [pattern.pattern for one in value.values() if (pattern := _marks_of(one)) is not None]
+    keys = (str(key) for key in value if _PLACE.fullmatch(str(key)) and not spelled(str(key)))
+    found = [*map(re.escape, keys), *inner]
+    return re.compile("|".join(found)) if found else None
+
+
+_PLACE = re.compile(r"<[^<>\s/]+>")
 _OF_OBJECTS = frozenset(
     ("object", "bbox", "bboxes", "box", "boxes", "region", "annotation", "mask", "point", "polygon")
 )

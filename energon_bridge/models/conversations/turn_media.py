@@ -33,7 +33,7 @@ from energon_bridge.models.conversations.parts import (
     short,
 )
 from energon_bridge.models.conversations.places import Medium as Medium, respelled, spelled, unwrapped
-from energon_bridge.models.conversations.questions import CHOICES, CONTEXTS, is_metadata, texts_in
+from energon_bridge.models.conversations.questions import CHOICES, CONTEXTS, texts_in
 from energon_bridge.models.conversations.segments import check_unseen, part_options
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
@@ -72,20 +72,21 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
     has_turns = form_of(entry) is not None
     contexts = {name for name in entry if name.lower() in CONTEXTS and entry[name]}
     is_about = has_turns or (not contexts and (find_pair(entry) is not None or has_pairs(entry)))
-    others = _unknown_columns(entry) if is_about and not has_turns else ()
+    said = {*(find_pair(entry) or ()), *SEVERAL}
     for name, value in entry.items():
         found = _NAMES_MEDIUM.fullmatch(name.lower())
         first = value[0] if isinstance(value, list) and value else value
-        if is_base64(first) or (isinstance(first, str) and first.startswith(URIS)):
+        if isinstance(first, Mapping) and {"bytes", "path"}.issuperset(first):  # of a table
+            first = first.get("bytes") or first.get("path")
+        if isinstance(first, bytes) or is_base64(first) or (isinstance(first, str) and first.startswith(URIS)):
             return f"`{name}` has a file in it, which is no part of the sample: convert the list (energon convert)"
         if is_about and _are_pixels(name, value):
             return f"`{name}` seems to be an image in numbers, which is no part of the sample: write it as a file"
-        may_name = found or names_file(name) or name in others
-        if names_medium(first) and (may_name or (name in contexts and " " not in str(value))):
+        if names_medium(first) and (found or names_file(name) or (name not in said and _is_path(name, first))):
             return (
                 f"`{name}` names a file ({short(first)}) that is no part of the sample, and the question would be "
                 "learned without it: convert the list (energon convert), or call the column image, video or audio and "
-                "add an auxiliary store to the mix"
+                f"add an auxiliary store to the mix; or leave it out (energon convert with --ignore {name})"
             )
         is_id = isinstance(value, str | int) and not isinstance(value, bool) and value not in ("", -1)
         if found and is_id and is_about and (not has_turns or found[1] in _OF_IMAGES):
@@ -107,11 +108,13 @@ def _are_pixels(name: str, value: Any) -> bool:
     return depth > 1 and isinstance(value, int | float) and (names_file(name) or "pixel" in name.lower())
 
 
-def _unknown_columns(entry: Mapping[str, Any]) -> list[str]:
-    """Return the columns beside a question and its answer that may have files (`before`, `clips`): one word each."""
-    pair = find_pair(entry) or ()
-    names = (name for name in entry if name not in pair and name.lower() not in CHOICES and not is_metadata(name))
-    return [name for name in names if not any(" " in text for text in texts_in(entry[name]))]
+def _is_path(name: str, text: str) -> bool:
+    """Return whether a column's text that names a file is no sentence, no choice, and not the entry's own name."""
+    return " " not in text and name.lower() not in (*CHOICES, *NAMES)
+
+
+NAMES = ("id", "key", "uid", "name", "source")
+"""Columns with the name of an entry, which may look like that of a file."""
 
 
 def check_other_media(entry: Mapping[str, Any]) -> None:

@@ -411,6 +411,8 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         click.echo(f"  {what}: {', '.join(names)}")
     for medium, names in media_order(looked_at, layout):
         click.echo(f"  {medium}s in the order {', '.join(names)} (for another, write one list `{medium}s`)")
+    if "context" in layout.fields and "answers" not in layout.fields and layout.sample_type == "VQASample":
+        click.echo("  no column seems to have the answers, which training needs: --field answers=COLUMN")
     if (other := other_text(looked_at, layout)) is not None:
         click.echo(f"  to take {other[0]} instead: {other[1]}")
     if options.split is None:

@@ -33,7 +33,13 @@ from energon_bridge.models.conversations.questions import (
     options_of,
 )
 from energon_bridge.models.conversations.segments import entry_options, entry_segments, is_option, part_options
-from energon_bridge.models.conversations.turn_media import check_other_media, check_places, check_turns, unseen_medium
+from energon_bridge.models.conversations.turn_media import (
+    NAMES,
+    check_other_media,
+    check_places,
+    check_turns,
+    unseen_medium,
+)
 from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     SYSTEMS,
@@ -246,8 +252,6 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
             values[name] = value
     if named:
         values["files"] = named
-    if not files:
-        _check_no_media(values)
     return Row(where=where, values=values, files=dict(files))
 
 
@@ -302,17 +306,17 @@ def _filled(value: Any) -> Any:
 
 def _check_no_media(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if not value or name.lower() in _NAMES or name in CONVERSATIONS:
+        if not value or name.lower() in NAMES or name in CONVERSATIONS:
             continue
         if holds_media(value) or (isinstance(value, str) and "://" in value and is_media_path(value.partition("?")[0])):
             raise SourceError(
                 f"`{name}` seems to name media ({str(value)[:60]}), but those of a conversation are taken from "
-                "`image`, `images`, `video`, `videos`, `audio` and `audios`: call it so."
+                "`image`, `images`, `video`, `videos`, `audio` and `audios`: call it so, or leave it out (energon "
+                f"convert with --ignore {name})."
             )
 
 
 _REMEDY = "Change the list."
-_NAMES = ("id", "key", "uid", "name", "source")  # may look like paths
 
 
 def _without_media(turn: Any, take: Callable[[str, Any, str], None]) -> Any:

@@ -646,6 +646,8 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
     if question is None and caption is not None and (answer := _answer_to_all(rows, caption)) is not None:
         question, answers = caption, answer
     if question is not None:
+        if f"{answers}_name" in values and all(isinstance(row.values.get(answers or ""), int) for row in rows):
+            answers = f"{answers}_name"  # of a class
         fields = {**image, "context": question} | ({"answers": answers} if answers else {})
         return Layout(sample_type="VQASample", fields=fields, bare=bare)
     if caption is not None:
@@ -820,7 +822,7 @@ def _check_order(rows: Sequence[Row], layout: Layout) -> None:
                 raise SourceError(
                     f"{row.where}: a question has {kind}s in the columns {', '.join(names)}, and they would be shown "
                     f"in the order of the names, {', '.join(ordered)}. Write one list `{kind}s` in the right order, or "
-                    f"leave columns out (energon convert with --ignore {ordered[0]})."
+                    f"leave columns out (energon convert with --ignore {' or --ignore '.join(ordered)})."
                 )
 
 

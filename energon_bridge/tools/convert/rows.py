@@ -405,9 +405,11 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
         if fitted == [] and value:
             raise SkipSample(f"{row.where}: all in `{access}` were rejected by annotators")
         if not _fits(fitted, declared):
+            is_number = isinstance(value, int | float) and declared.startswith(_FITTED[0]) and not layout.in_place
+            as_text = f"; --field '{name}={{{column}}}' makes a text of it" * is_number
             raise SourceError(
                 f"{row.where}: `{access}` is {shown(value)}, but the field `{name}` is {declared}. Fix it, or name "
-                f"another column {layout.naming(name)}."
+                f"another column {layout.naming(name)}{as_text}."
             )
         if wanted[column] > 1 and not bracket and declared.startswith(_FITTED):
             # Another field may need the original value, in this row or the next, so each gets a copy.

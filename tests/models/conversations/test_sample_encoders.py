@@ -73,6 +73,7 @@ VALUES: dict[str, Any] = {"__key__": "k"}
             "<s>USER: what\n<image> ASSISTANT:[ a</s>]",
         ),
         (VQASample(**VALUES, image=None, context="2+2", answers=["4"]), "<s>USER: 2+2 ASSISTANT:[ 4</s>]"),
+        (VQASample(**VALUES, image=None, context="2+2", answers=["", "", "4"]), "<s>USER: 2+2 ASSISTANT:[ 4</s>]"),
         (
             VQASample(**VALUES, image=picture(), context=["what", "sure?"], answers=["a", "b"]),  # type: ignore[arg-type]
             "<s>USER: what\n<image> ASSISTANT:[ a</s>]USER: sure? ASSISTANT:[ b</s>]",

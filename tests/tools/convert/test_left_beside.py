@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import output_of
 from delivered import delivered
-from sources import convert, picture, refused, write_pictures
+from sources import convert, converted, picture, refused, write_pictures
 from tar_builder import write_tar
 
 from energon_bridge.core.errors import SourceError
@@ -390,7 +390,11 @@ def test_the_path_of_a_picture_beside_it_is_only_its_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "column", ["image_1", "left_image", "question_image", "video_path", "image_left", "img_before_1"]
+    "column",
+    [
+        *("image_1", "left_image", "question_image", "video_path", "image_left", "img_before_1"),
+        *("Figure_path", "chart_file", "doc_key", "filename", "scan"),
+    ],
 )
 def test_questions_are_not_learned_without_the_files_that_columns_name(
     column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -402,6 +406,9 @@ def test_questions_are_not_learned_without_the_files_that_columns_name(
         with pytest.raises(Exception, match="skipped"):
             delivered(written(tmp_path, [row], f"{form}.jsonl"))
         assert f"`{column}` names a file ('{name}') that is no part of the sample" in caplog.text
+        out = tmp_path / f"{form} alone"
+        convert(tmp_path / f"{form}.jsonl", out, *ALL, "--ignore", column)
+        assert len(delivered(out)) == 1
 
 
 @pytest.mark.parametrize("column", ["clips", "before", "reference"])
@@ -414,6 +421,8 @@ def test_files_beside_a_question_may_have_any_name(
     assert f"`{column}` names a file ('a.mp4') that is no part of the sample" in caplog.text
     said = {"image_format": "png", "options": ["x", "a.png"], "source": "a.mp4", "audio_codec": "flac"}
     assert len(delivered(written(tmp_path, [{"question": "What?", "answer": "x", **said}], "said.jsonl"))) == 1
+    said = {"answers": ["a.png"], "note": "as in a.png", "code_path": "src/index.ts"}
+    assert len(delivered(written(tmp_path, [{"question": "Which?", **said}], "named.jsonl"))) == 1
 
 
 def test_files_beside_named_images_of_a_list_that_is_not_converted(
@@ -606,3 +615,31 @@ def test_options_of_parts_beside_a_question_are_said_to_be_unused(tmp_path: Path
     assert "not used: fps" in convert(path, tmp_path / "out", *ALL)
     path = written(tmp_path, [talk(label=3, objects=[])])
     assert "not used: label" in convert(path, tmp_path / "others", *ALL)
+
+
+def test_answers_that_are_numbers_of_classes_are_their_names(tmp_path: Path) -> None:
+    """A ClassLabel of the `datasets` library, whose int2str gives these."""
+    arrow = pytest.importorskip("pyarrow")
+    names = ["no", "yes"]
+    features = {"info": {"features": {"answer": {"_type": "ClassLabel", "names": names}}}}
+    rows = arrow.Table.from_pylist(
+        [{"image": {"bytes": picture(0), "path": "0.jpg"}, "question": "Is it?", "answer": at} for at in (1, 0, 1)]
+    ).replace_schema_metadata({"huggingface": json.dumps(features)})
+    pytest.importorskip("pyarrow.parquet").write_table(rows, tmp_path / "rows.parquet")
+    for path in (tmp_path / "rows.parquet", converted(tmp_path / "rows.parquet", tmp_path / "out", *ALL)):
+        assert [one.answers for one in delivered(path)] == [["yes"], ["no"], ["yes"]]
+
+
+def test_answers_that_are_numbers_become_texts_on_request(tmp_path: Path) -> None:
+    write_pictures(tmp_path, ["0.jpg"])
+    path = written(tmp_path, [{"image": "0.jpg", "question": "How many?", "answer": 3}])
+    assert "--field 'answers={answer}' makes a text of it" in refused(path, tmp_path / "out", *ALL)
+    out = converted(path, tmp_path / "out", *ALL, "--field", "answers={answer}")
+    assert [one.answers for one in delivered(out)] == [["3"]]
+
+
+def test_questions_without_answers_are_named(tmp_path: Path) -> None:
+    """As of ScreenSpot, whose answers are boxes."""
+    write_pictures(tmp_path, ["0.jpg"])
+    path = written(tmp_path, [{"image": "0.jpg", "instruction": "close it", "bbox": [1, 2, 3, 4]}])
+    assert "no column seems to have the answers, which training needs" in convert(path, tmp_path / "out", *ALL)

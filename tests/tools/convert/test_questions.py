@@ -79,6 +79,15 @@ SETS: dict[str, tuple[list[dict[str, Any]], list[list[str]]]] = {
         ],
         [[llava_mmbench("Which?", QA[:2], "Look."), "A"]],
     ),
+    "OmniMedVQA": (
+        [
+            {
+                **{"image_path": "a.png", "question": "Which?", "gt_answer": "q", "question_type": "Modality"},
+                **{f"option_{letter}": text for letter, text in zip("ABCD", QA, strict=True)},
+            }
+        ],
+        [[llava_mmbench("Which?", QA), "B"]],
+    ),
     "AI2D": (
         [{"image": "a.png", "question": "Which?", "options": QA, "answer": answer} for answer in ("0", "2")],
         [[llava_mmbench("Which?", QA), answer] for answer in "AC"],
@@ -268,6 +277,9 @@ def test_what_most_annotators_say_is_learned_where_they_are_counted(tmp_path: Pa
     asked = {"question": "What?"}
     counted = [{"answer": "a", "count": 1}, {"answer": "b", "count": 9}, {"answer": "a", "count": 3}]
     assert learned(listed(tmp_path, [{**asked, "answers": counted}], "counted.jsonl")) == [["What?", "b"]]
+    blank = [{"answer": "", "count": 9}, {"answer": "b", "count": 1}]
+    for answers in (blank, ["", " ", "b", "c", "c", "b"]):
+        assert read_conversation({"json": {**asked, "answers": answers}}).turns[1].text == "b"
     for votes, best in (([1, 9], "b"), ([9, 1], "a"), ([1, 1], "a"), (["1", "9"], "a"), ([1, 9, 9], "a")):
         entry = {**asked, "answers": ["a", "b"], "votes": votes}
         if best == "a":
