@@ -200,7 +200,7 @@ def command(
         opened, told_by = by_own_split(opened, source, taken)
     if opened.left_out:
         click.echo(f"Left out: {', '.join(opened.left_out)}.")
-    check_first_files(opened)
+    check_first_files(opened, ignored)
     of_rows = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
     layout = replace(_layout(opened, sample_type, fields, of_rows, asking=asking), preferred=preferred)
     if not in_splits and len(opened.split_parts) < 2 and opened.kind not in _KEPT:

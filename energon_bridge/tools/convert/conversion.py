@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -216,9 +216,13 @@ _BACKSLASH = "\\"
 _SLASHES = ", with / between folders and no drive"
 
 
-def check_first_files(source: Source) -> None:
+def check_first_files(source: Source, ignored: Collection[str] = ()) -> None:
     """Raise SourceError if none of the files that the first rows name exists; it suggests where they may be."""
-    contents = [content for row in first_rows(source) for content in contents_of(row)]  # bytes too
+    rows = (
+        replace(row, files={name: of for name, of in row.files.items() if name not in ignored})
+        for row in first_rows(source)
+    )
+    contents = [content for row in rows for content in contents_of(row)]  # bytes too
     paths = [getattr(content, "path", None) for content in contents]
     missing = [path for path in paths if path is not None and not os.path.exists(path)]
     if not missing or len(missing) < len(contents):
