@@ -225,7 +225,7 @@ def length_of(media: MediaFile, stream: Any) -> Fraction | None:
 def own_length(stream: Any) -> Fraction | None:
     """Return the duration that the headers give for a stream itself, in seconds."""
     if stream.duration is not None and stream.time_base is not None:
-        return Fraction(stream.duration * stream.time_base) - _opus_preskip(stream)
+        return Fraction(stream.duration * stream.time_base) - _opus_preskip(stream) - _before_zero(stream)
     tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
     end = None if tag is None else _seconds(tag)
     return None if end is None else end - start_of(stream)
@@ -236,6 +236,11 @@ def _opus_preskip(stream: Any) -> Fraction:
     head = (stream.codec_context and stream.codec_context.extradata) or b""
     is_counted = head[:8] == b"OpusHead" and stream.container.format.name == "ogg"
     return Fraction(int.from_bytes(head[10:12], "little"), 48000) if is_counted else Fraction(0)
+
+
+def _before_zero(stream: Any) -> Fraction:
+    """Return the time of the first sample of a sound in Ogg that begins before 0, from where its length is counted."""
+    return min(start_of(stream), Fraction(0)) if stream.container.format.name == "ogg" else Fraction(0)
 
 
 def is_estimate(media: MediaFile) -> bool:

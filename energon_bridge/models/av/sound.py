@@ -47,6 +47,8 @@ BROADCASTS = ("mpegts", "mpeg")
 """MPEG-TS and -PS: their packets (PES) have times, but the several blocks of sound in a packet have none."""
 _FOUND_IN_WAVES = ("pcm_", "mp2", "mp3", "ac3", "dca")
 """Codecs of which FFmpeg finds the place of a time in a WAV exactly: by the size of samples, or an index it makes."""
+_REMEMBERING = ("adpcm", "amr", "qcelp", "evrc")
+"""Codecs whose decoders remember all blocks before."""
 _MISSING_SECONDS: Mapping[str, Fraction] = {
     **dict.fromkeys(("flac", "wv", "tta", "ape"), Fraction(0)),
     "mp3": Fraction(1, 5),
@@ -217,14 +219,21 @@ class AudioReader:
         form, codec = (self._media.container.format.name, self._stream.codec_context.name)
         if (form, codec) == ("ogg", "flac"):
             return None  # FFmpeg counts the times of its last page back from the end, as if all its blocks were full
-        if codec.startswith("adpcm") or (form in ("wav", "w64") and not codec.startswith(_FOUND_IN_WAVES)):
-            return None  # it goes by the mean rate of bytes, a rounded one; and a decoder remembers the blocks before
+        if codec.startswith(_REMEMBERING) or (form in ("wav", "w64") and not self._is_found_in_wave()):
+            return None
         aim = int((self.start + Fraction(first - preroll, self.rate)) / self._base)
         try:
             self._media.container.seek(aim, stream=self._stream, backward=True)
         except OSError:
             return None
         return self._collect(self._placed_near(first, by_time), first, last)
+
+    def _is_found_in_wave(self) -> bool:
+        """Whether FFmpeg finds times in a WAV exactly; else it goes by the rate of bytes, a rounded or wrong one."""
+        context = self._stream.codec_context
+        bits = int("".join(filter(str.isdigit, context.name)) or 8)  # of a sample: pcm_s24le, pcm_alaw
+        is_true = context.bit_rate == bits * self.rate * context.channels
+        return bool(context.name.startswith(_FOUND_IN_WAVES) and (is_true or not context.name.startswith("pcm_")))
 
     def _placed_near(self, first: int, by_time: bool) -> Iterator[tuple[int, Any]]:
         """Yield blocks with the number of their first sample; nothing if that is unknown."""

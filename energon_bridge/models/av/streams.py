@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,6 +75,8 @@ class Packets:
             raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
         self.opening = self.queue[0]
         self._first = _place(self.opening)
+        if self._comes_undelayed() and not self._comes_as_shown():
+            raise PacketsDifferError
         if "matroska" in media.container.format.name:
             self._blocks = block_times(media.file, self.stream.time_base, self._shows)
 
@@ -95,6 +98,27 @@ class Packets:
         self.stream = self._media.stream("video")
         self._media.only(self.stream)
         self._begin(at_start=True)
+
+    def _comes_undelayed(self) -> bool:
+        """Whether no packet of a codec that reorders frames is shown later than it is decoded, as far as times tell."""
+        opening = self.opening
+        if not self.stream.codec_context.has_b_frames or opening.dts not in (None, opening.pts):
+            return False
+        while opening.dts is None and len(self.queue) < _MOST_REORDERED and self._look():
+            pass
+        return all(one.pts < other.pts for one, other in pairwise(one for one in self.queue if one.size))
+
+    def _comes_as_shown(self) -> bool:
+        """Whether the first frames come out of the decoder in the order of their times: those of the packets are true.
+
+        Programs that copy frames without their delays (from AVI) give each the time of its place in the file.
+        """
+        shown: list[Any] = []
+        with self._media.refusing("cannot be decoded"):
+            while len(shown) < _MOST_REORDERED and (packet := self.take()) is not None:
+                shown += [frame.pts for frame in packet.decode()]
+        self.restart()
+        return None not in shown and shown == sorted(shown)
 
     def _seek(self, timestamp: int) -> bool:
         """Go to the last known key frame before a time; return whether there are packets."""

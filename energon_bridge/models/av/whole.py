@@ -57,7 +57,7 @@ class WholeReader:
                 return
             stamp = packet.pts if packet.dts is None else packet.dts
             if packet.size and stamp is not None:
-                stamps.append(stamp)
+                stamps += [] if packet.is_discard else [stamp]
             elif stamp is not None:
                 continue  # an empty packet repeats a frame; the decoder would take it for the end
             with self._media.refusing("cannot be decoded"):

@@ -63,6 +63,7 @@ from energon_bridge.models.images.jpeg import (
     frame_in,
     jpeg_orientation,
     jpeg_profile,
+    loaded_size,
     plain_jpeg,
 )
 from energon_bridge.models.images.resampling import thread_buffer
@@ -212,7 +213,8 @@ def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: s
             _torchcodec().kind_of(data)
         with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
             turns = form.autorotate or form.backend == "torchcodec"
-            return image.size[::-1] if turns and _orientation(image) in ON_ITS_SIDE else image.size
+            size = loaded_size(image)
+            return size[::-1] if turns and _orientation(image) in ON_ITS_SIDE else size
     except MemoryError:
         raise
     except Exception as error:
@@ -233,7 +235,9 @@ def is_turned(data: bytes | bytearray | memoryview) -> bool:
         return False
 
 
-_MARKS_OF_TURNS = (b"eXIf", b"EXIF", b"Exif", b"Raw profile type", b"tiff:Orientation", b"irot", b"imir")
+_ZIPPED_XMP = b"XML:com.adobe.xmp\0\1"
+"""How a compressed text of a PNG begins."""
+_MARKS_OF_TURNS = (b"eXIf", b"EXIF", b"Exif", b"Raw profile type", b"tiff:Orientation", _ZIPPED_XMP, b"irot", b"imir")
 """One of them is in each file, other than a JPEG, that is turned: PNG, WebP, AVIF."""
 
 

@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from energon_bridge.core.format.media import ImageMetadata
 from energon_bridge.core.storage import ByteRange, as_far
@@ -34,7 +35,7 @@ _EXIF = b"Exif\0\0"
 _ICC = b"ICC_PROFILE\0"  # followed by the number of the segment, and how many there are
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([0-9])")
-_WHOLE = {3: "H", 4: "I"}  # kinds of entries of EXIF that are whole numbers
+_WHOLE = {3: "H", 4: "I", 8: "h", 9: "i"}  # kinds of entries of EXIF that are whole numbers
 _READ = 256
 _READ_FAR = 1 << 12
 _FRAME_BYTES = 22  # of four colours
@@ -131,6 +132,17 @@ def jpeg_orientation(data: bytes | bytearray | memoryview) -> int:
     if value is None and (tag := _XMP_ORIENTATION.search(xmp)):
         value = int(tag[1])
     return value if value is not None and 1 <= value <= 8 else 1
+
+
+def loaded_size(image: Any) -> tuple[int, int]:
+    """Return width and height of an opened Pillow image as they are once it is loaded.
+
+    Pillow then turns a TIFF, but has looked only at its tag before, not at its XMP.
+    """
+    is_told = image.format != "TIFF" or ORIENTATION in image.tag_v2
+    on_its_side = not is_told and image.getexif().get(ORIENTATION) in ON_ITS_SIDE
+    size: tuple[int, int] = image.size
+    return size[::-1] if on_its_side else size
 
 
 def jpeg_profile(data: bytes | bytearray | memoryview) -> bytes:

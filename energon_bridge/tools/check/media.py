@@ -53,7 +53,7 @@ from energon_bridge.core.format.parallel import Progress, Task, Workers, map_sha
 from energon_bridge.core.prepare.staging import Staging, forget
 from energon_bridge.core.storage import ByteRange, Store, cannot_write, no_room, open_store
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.images.jpeg import plain_jpeg
+from energon_bridge.models.images.jpeg import loaded_size, plain_jpeg
 
 _FILES_AT_A_TIME = 256
 _RESULTS_FOLDER = ".nv-meta.media"
@@ -340,7 +340,7 @@ def read_image(data: bytes) -> ImageMetadata:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of images so large that they may be decompression bombs
             with Image.open(io.BytesIO(data)) as image:
-                width, height = image.size
+                width, height = loaded_size(image)
                 return ImageMetadata(
                     width=width, height=height, format=image.format or "UNKNOWN", mode=image.mode or "UNKNOWN"
                 )

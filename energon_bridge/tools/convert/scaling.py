@@ -9,7 +9,7 @@ from typing import Any
 
 from energon_bridge.core.errors import SourceError
 from energon_bridge.core.format.media import HEAD_BYTES, missing_package
-from energon_bridge.models.images.jpeg import ORIENTATION, can_scale
+from energon_bridge.models.images.jpeg import ORIENTATION, can_scale, loaded_size
 from energon_bridge.tools.check.media import MediaFilter
 from energon_bridge.tools.convert.options import ConvertOptions
 
@@ -36,8 +36,9 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
             warnings.simplefilter("ignore")  # large images are expected here, not decompression bombs
             with Image.open(io.BytesIO(data)) as image:
                 form = image.format or ""
-                size = _scaled_size(image.size, options.max_pixels)
-                fits = size == image.size
+                whole = loaded_size(image)
+                size = _scaled_size(whole, options.max_pixels)
+                fits = size == whole
                 if getattr(image, "n_frames", 1) > 1 or (fits and (options.quality is None or form not in _LOSSY)):
                     return data
                 made = image if fits else _scaled(image, size, data)

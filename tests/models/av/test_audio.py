@@ -22,6 +22,7 @@ from energon_bridge.models.av import (
     media_file as media_module,
     sound as sound_module,
 )
+from energon_bridge.models.families.sound import sound_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "16.wav": {"codec": "pcm_s16le"},
@@ -228,6 +229,53 @@ def test_samples_of_a_wav_that_is_compressed(codec: str, rate: int, tmp_path: Pa
     for first in (rate * 2, rate * 3 + 17, rate * 4):
         (part,), _ = AVDecoder(path.read_bytes()).get_audio_clips([(first, first + 500)], "samples")
         np.testing.assert_array_equal(part.numpy(), expected[:, first : first + 500])
+
+
+@pytest.mark.parametrize("codec", ["pcm_s16le", "pcm_s24le", "pcm_alaw"])
+def test_a_rate_of_bytes_that_is_wrong_moves_nothing(codec: str, tmp_path: Path) -> None:
+    path = write_sound(tmp_path / "a.wav", codec=codec, rate=8000)
+    expected = all_samples(path)
+    data = bytearray(path.read_bytes())
+    data[28:32] = (1234).to_bytes(4, "little")
+    for unit, scale in (("samples", 1), ("seconds", 1 / 8000)):
+        (part,), _ = AVDecoder(bytes(data)).get_audio_clips([(24_016 * scale, 24_816 * scale)], unit)
+        np.testing.assert_array_equal(part.numpy(), expected[:, 24_016:24_816])
+
+
+def test_a_decoder_that_remembers_all_blocks_begins_at_the_first(tmp_path: Path) -> None:
+    try:
+        av.codec.Codec("libopencore_amrnb", "w")
+    except av.codec.codec.UnknownCodecError:
+        pytest.skip("PyAV without an encoder of AMR")
+    with av.open(str(tmp_path / "a.3gp"), "w") as out:
+        stream: Any = out.add_stream("libopencore_amrnb", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray((tone(0, 32_000, 8000)[:1] * 30_000).astype(np.int16), "s16", "mono")
+        frame.sample_rate, frame.pts = 8000, 0
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    expected = all_samples(tmp_path / "a.3gp")
+    (part,), _ = AVDecoder((tmp_path / "a.3gp").read_bytes()).get_audio_clips([(16_000, 20_000)], "samples")
+    np.testing.assert_array_equal(part.numpy(), expected[:, 16_000:20_000])
+
+
+def test_an_ogg_that_was_cut_begins_before_zero(tmp_path: Path) -> None:
+    """As `ffmpeg -ss 1.5 -c copy` writes it: pages are copied whole, and time 0 is in the first of them."""
+    path = write_sound(tmp_path / "a.ogg", codec="libopus")
+    with av.open(str(path)) as old, av.open(str(tmp_path / "b.ogg"), "w") as new:
+        out = new.add_stream_from_template(old.streams.audio[0])
+        for packet in old.demux(audio=0):
+            if packet.pts is not None and packet.size and packet.pts >= 48_000:
+                packet.pts, packet.stream = packet.pts - 72_000, out
+                packet.dts = packet.pts
+                new.mux(packet)
+    with av.open(str(tmp_path / "b.ogg")) as cut:
+        begin = next(cut.decode(audio=0)).pts
+    expected = all_samples(tmp_path / "b.ogg")[:, -begin:]
+    assert begin < -10_000
+    assert 160_000 < expected.shape[1] < 170_000
+    heard = sound_of(AVDecoder((tmp_path / "b.ogg").read_bytes()), rate=48_000)
+    assert heard.length == pytest.approx(expected.shape[1], abs=400)
+    np.testing.assert_allclose(heard.get()[: expected.shape[1]], expected.mean(axis=0)[: heard.length], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,20 @@ def test_edit_lists(kind: str, seed: int, tmp_path: Path) -> None:
     check(with_edits(data.read_bytes(), edits), str(edits))
 
 
+@pytest.mark.parametrize("form", ["mp4", "mkv", "flv"])
+@pytest.mark.parametrize("kind", ["libx264", "libx265", "libx264/open"])
+def test_frames_that_are_timed_as_they_are_coded(kind: str, form: str, tmp_path: Path) -> None:
+    """As programs write them that copy frames without their delays, so that times say nothing of the order."""
+    source = write_video(tmp_path / "a.mp4", codec=kind.partition("/")[0], frames=45, options=KINDS[kind]["options"])
+
+    def in_order(number: int, packet: Any, data: bytes) -> list[tuple[bytes, int, int]]:
+        return [(data, 16 * number * packet.duration, 16 * number * packet.duration)]
+
+    data = rewrite(source, tmp_path / f"b.{form}", in_order).read_bytes()
+    assert len(whole(data)) == 45
+    check(data, f"{kind} {form}")
+
+
 def test_common_videos_are_read_by_their_packets(tmp_path: Path) -> None:
     """They stay as fast as seeks are: nothing is decoded but what is requested."""
     for kind, form in [("libx264", "mp4"), ("libx265", "mov"), ("libvpx-vp9", "webm"), ("libsvtav1", "mp4")]:

@@ -33,6 +33,7 @@ from energon_bridge.models.images.images import (
     is_turned,
 )
 from energon_bridge.models.images.jpeg import jpeg_orientation
+from energon_bridge.tools.check.media import read_image
 from energon_bridge.tools.convert.options import ConvertOptions
 from energon_bridge.tools.convert.rows import Layout
 from energon_bridge.tools.convert.scaling import reencoded
@@ -238,6 +239,13 @@ def turned(orientation: int, kind: str) -> bytes:
             return encoded(picture(40, 26), "WEBP", xmp=xmp)
         case "XMP in PNG":
             return png_with(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp, before=b"IDAT")
+        case "compressed XMP in PNG":
+            return png_with(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp), before=b"IDAT")
+        case "XMP in TIFF":
+            return encoded(picture(40, 26), "TIFF", tiffinfo={700: xmp})
+        case "signed":  # numbers of EXIF
+            entry = struct.pack("<HHIhh", 0x0112, 8, 1, orientation, 0)
+            return jpeg_with(app1(b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1) + entry + bytes(4)), before=0xDA)
         case "late":  # behind other segments of a JPEG
             return encoded(picture(40, 26), exif=exif, icc_profile=bytes(70_000), comment="hello")
         case "last":
@@ -248,7 +256,7 @@ def turned(orientation: int, kind: str) -> bytes:
 
 
 KINDS = ["JPEG", "late", "last", "XMP", "XMP beside EXIF", "XMP element", "XMP in WEBP", "XMP in PNG"]
-KINDS += ["PNG", "late in PNG", "WEBP", "TIFF", "AVIF"]
+KINDS += ["PNG", "late in PNG", "WEBP", "TIFF", "AVIF", "compressed XMP in PNG", "XMP in TIFF", "signed"]
 
 
 @pytest.mark.parametrize("file_format", KINDS)
@@ -265,11 +273,16 @@ def test_upright_images_lie_as_pillow_turns_them(file_format, orientation):
         np.testing.assert_array_equal(pixels, expected)
         assert image_size(data, image_form(form, autorotate=True), part="x") == expected.shape[1::-1]
         assert "p" not in form or got.getexif().get(0x0112) not in range(2, 9)
-        assert is_turned(data) == (file_format != "TIFF" and orientation in range(2, 9))
+        assert is_turned(data) == ("TIFF" not in file_format and orientation in range(2, 9))
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        assert image_size(data, image_form("rgb8"), part="x") == image.size
+        header = read_image(data)
+        assert (header.width, header.height) == image.size
     assert decode_image(data, image_form("rgb8", (4, 13), autorotate=True), part="x").shape[0] in (13, 20, 26, 40)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "TIFF"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "TIFF" not in kind])
 def test_turned_images_are_named_whatever_turns_them(kind, caplog):
     if kind == "AVIF" and not features.check("avif"):
         pytest.skip("Pillow without AVIF")
