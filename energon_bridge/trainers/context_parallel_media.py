@@ -22,8 +22,7 @@ from energon_bridge.core.encoder.collate import read_fields
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.conversations.sequences import TOKEN_INPUTS
 from energon_bridge.trainers.context_parallel import TOKEN_FIELDS
-from energon_bridge.trainers.roles.encoding import cut
-from energon_bridge.trainers.roles.roles import EncoderBatch
+from energon_bridge.trainers.roles.encoding import EncoderBatch, cut
 
 _KINDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "image": ("image_grid_thw", "pixel_values", ()),

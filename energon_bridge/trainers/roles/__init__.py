@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from energon_bridge.trainers.roles.roles import EncoderBatch, Roles, make_roles
+from energon_bridge.trainers.roles.encoding import EncoderBatch
+from energon_bridge.trainers.roles.roles import Roles, make_roles
 
 __all__ = ["EncoderBatch", "Roles", "make_roles"]

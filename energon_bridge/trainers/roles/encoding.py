@@ -177,26 +177,40 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
 
 
 @edataclass
-class LaneMedia(Batch):
-    """The media of one microbatch of a language lane, as far as this encoder rank makes them.
+class EncoderBatch(Batch):
+    """The media that an encoder rank gets at once: of `macro` microbatches of each language rank that it serves.
 
-    `visual_inputs`: what the model's encoder takes, in the order of rows and tokens. `row_tokens`: of each row, the
-    tokens of its media; there are `num_media` in all. `input_ids`: the tokens of the whole microbatch, int64 (B, S).
-    `part_tokens`: by kind of medium, the tokens of each part that the media are cut into, this rank's and the others'.
-    `blanks`: what is said of media that are blank since they could not be decoded. `cost`: that of the texts, where
-    they are balanced.
+    The order is: microbatch, language rank, row, token. `visual_inputs`: what the model's encoder takes, such as
+    `pixel_values` and `image_grid_thw`; empty if no row has such media. Lists have an entry for each microbatch of each
+    language rank: `input_ids`, its tokens, int64 (B, S), to count those of media, always on the host; `num_tokens`, its
+    media's tokens in this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row; `part_tokens`,
+    by kind (`image`, `video`, `audio`), the tokens of each rank that its media are divided between. `blank_media` has
+    the names of the inputs that are of a blank medium, whose features belong to no token. `pixel_norm` is there where
+    pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
 
     __on_host__ = frozenset({"input_ids"})
 
     visual_inputs: dict[str, Tensor]
-    input_ids: Tensor
-    row_tokens: list[int] = field(default_factory=list)
-    num_media: int = 0
-    part_tokens: dict[str, list[int]] = field(default_factory=dict)
+    input_ids: list[Tensor]
+    num_tokens: list[int]
+    num_media: list[int]
+    row_tokens: list[list[int]] = field(default_factory=list)
+    part_tokens: list[dict[str, list[int]]] = field(default_factory=list)
+    blank_media: list[str] = field(default_factory=list)
+    pixel_norm: Tensor | None = None
+
+
+@edataclass
+class LaneMedia(EncoderBatch):
+    """The media of one microbatch of a language lane, as far as this encoder rank makes them.
+
+    `blanks`: what is said of media that are blank since they could not be decoded. `cost`: that of the texts, where
+    they are balanced.
+    """
+
     blanks: list[str] = field(default_factory=list)
     cost: float = 0.0
-    pixel_norm: Tensor | None = None
 
 
 class MediaTaskEncoder(LanguageTaskEncoder):
@@ -267,10 +281,11 @@ class MediaTaskEncoder(LanguageTaskEncoder):
             __key__=list(given("__key__")),
             __restore_key__=given("__restore_key__") or (),
             visual_inputs=visual,
-            input_ids=tokens,
-            row_tokens=row_tokens,
-            num_media=sum(map(len, wanted)),
-            part_tokens=part_tokens,
+            input_ids=[tokens],
+            num_tokens=[sum(row_tokens)],
+            num_media=[sum(map(len, wanted))],
+            row_tokens=[row_tokens],
+            part_tokens=[part_tokens],
             blanks=blanks,
             cost=0.0 if self.cost is None else float(self.cost(text)),
             pixel_norm=self.chat._norm,

@@ -20,7 +20,8 @@ from energon_bridge.models.conversations.inputs import loss_weights
 from energon_bridge.models.conversations.sequences import pad_to
 from energon_bridge.models.images.devices import normalise_on_device
 from energon_bridge.models.packing.packed_sequences import packed_seq_params
-from energon_bridge.trainers.roles.roles import LANGUAGE, EncoderBatch
+from energon_bridge.trainers.roles.encoding import EncoderBatch
+from energon_bridge.trainers.roles.roles import LANGUAGE
 
 _PACKING = (
     "cu_seqlens_q",

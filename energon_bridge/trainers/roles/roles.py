@@ -19,11 +19,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from energon_bridge.core.datasets import get_savable_loader
 from energon_bridge.core.errors import ConfigurationError, DecodeError, WrongUseError, check_number
@@ -32,7 +31,6 @@ from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.ranks import gathered as values_of_ranks
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
-from energon_bridge.core.samples import Batch, edataclass
 from energon_bridge.core.worker_config import WorkerConfig, distributed
 from energon_bridge.models.conversations.blank_media import Blank, lacking
 from energon_bridge.models.conversations.sequences import join_visual
@@ -41,7 +39,13 @@ from energon_bridge.trainers.replica.balanced import FIGURES, Cost
 from energon_bridge.trainers.replica.groups import gathered, parallel_place
 from energon_bridge.trainers.replica.structure import check_keys, select
 from energon_bridge.trainers.roles.dealing import Deal, DealtStream, make_deal
-from energon_bridge.trainers.roles.encoding import KINDS, LaneMedia, LanguageTaskEncoder, MediaTaskEncoder
+from energon_bridge.trainers.roles.encoding import (
+    KINDS,
+    EncoderBatch,
+    LaneMedia,
+    LanguageTaskEncoder,
+    MediaTaskEncoder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -179,31 +183,6 @@ def _of_hyper_comm_grid(grid: Any) -> Grid:
             dimensions.append(name)
     group = grid.get_pg(dimensions[0]) if inside and len(dimensions) == 1 else None
     return Grid(size=size, rank=rank if inside else None, group=group)
-
-
-@edataclass
-class EncoderBatch(Batch):
-    """The media that an encoder rank gets at once: of `macro` microbatches of each language rank that it serves.
-
-    The order is: microbatch, language rank, row, token. `visual_inputs`: what the model's encoder takes, such as
-    `pixel_values` and `image_grid_thw`; empty if no row has such media. Lists have an entry for each microbatch of each
-    language rank: `input_ids`, its tokens, int64 (B, S), to count those of media, always on the host; `num_tokens`, its
-    media's tokens in this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row; `part_tokens`,
-    by kind (`image`, `video`, `audio`), the tokens of each rank that its media are divided between. `blank_media` has
-    the names of the inputs that are of a blank medium, whose features belong to no token. `pixel_norm` is there where
-    pixels are bytes: `normalise_on_device` makes floats of them by it.
-    """
-
-    __on_host__ = frozenset({"input_ids"})
-
-    visual_inputs: dict[str, Tensor]
-    input_ids: list[Tensor]
-    num_tokens: list[int]
-    num_media: list[int]
-    row_tokens: list[list[int]] = field(default_factory=list)
-    part_tokens: list[dict[str, list[int]]] = field(default_factory=list)
-    blank_media: list[str] = field(default_factory=list)
-    pixel_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -528,15 +507,13 @@ def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank] = ()) -> EncoderB
     blank = {name: value for one in lacking(blanks, visual) for name, value in one.media.items()}
     visual |= blank
     has_pixels = any(name.startswith("pixel_values") for name in visual)
+    names = ("input_ids", "num_tokens", "num_media", "row_tokens", "part_tokens")
+    lists: dict[str, Any] = {name: [one for lane in lanes for one in getattr(lane, name)] for name in names}
     return EncoderBatch(
         __key__=[key for lane in lanes for key in lane.__key__],
         __restore_key__=tuple(lane.__restore_key__ for lane in lanes),
         visual_inputs=visual,
-        input_ids=[lane.input_ids for lane in lanes],
-        num_tokens=[sum(lane.row_tokens) for lane in lanes],
-        num_media=[lane.num_media for lane in lanes],
-        row_tokens=[lane.row_tokens for lane in lanes],
-        part_tokens=[lane.part_tokens for lane in lanes],
+        **lists,
         blank_media=sorted(blank),
         pixel_norm=lanes[0].pixel_norm if has_pixels else None,
     )
