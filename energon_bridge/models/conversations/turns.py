@@ -38,7 +38,7 @@ from energon_bridge.models.conversations.parts import (
     part_text,
     short,
 )
-from energon_bridge.models.conversations.places import Medium as Medium
+from energon_bridge.models.conversations.places import Medium as Medium, spelled
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
@@ -393,9 +393,18 @@ def doubts_of(value: Any, *, learned: bool = True) -> set[Doubt]:
     if not texts or not all(isinstance(one, str) for one in texts):
         return set()
     found: set[Doubt] = {"escaped"} if any(map(ESCAPED.search, texts)) else set()
+    if any(_has_mark(one, learned) for one in texts):
+        found.add("marked")
     if learned and not any(map(str.strip, texts)):
         found.add("blank")
     return found | ({"missing"} if learned and all(one.strip() in MISSING for one in texts) else set())
+
+
+def _has_mark(text: str, learned: bool) -> bool:
+    """Return whether a text has a token of models; places of media are some only where they are learned."""
+    for place in reversed(spelled(text)) if "<" in text and not learned else ():
+        text = text[: place.start] + text[place.end :]
+    return MARK.search(text) is not None
 
 
 def doubts_of_turns(entry: Mapping[str, Any]) -> set[Doubt]:
@@ -417,8 +426,10 @@ def doubts_of_turns(entry: Mapping[str, Any]) -> set[Doubt]:
 LEARNED = ("caption", "text", "answers", "label_name")
 SHOWN = ("context",)
 """Fields of sample types with texts that are learned, or shown."""
-Doubt = Literal["blank", "missing", "escaped"]
-"""What a text is that may be a mistake: empty, a missing value that was made a text, or with entities of HTML."""
+Doubt = Literal["blank", "missing", "escaped", "marked"]
+"""What a text is that may be a mistake: empty, a missing value that was made a text, with entities of HTML, tokens."""
+MARK = re.compile(r"<(?:[|｜][\w▁-]{1,40}[|｜]|/?s|pad|unk|[be]os|(?:start|end)_of_(?:turn|text)|image|video|audio)>")
+"""Control tokens of models, and places of media."""
 MISSING = frozenset(("N/A", "n/a", "NA", "#N/A", "<NA>", "None", "null", "NULL", "nan", "NaN"))
 """What Python, pandas, JSON, SQL and spreadsheets write for a missing value."""
 ESCAPED = re.compile(r"&(?:amp|quot|apos|lt|gt|nbsp|#\d{1,6}|#x[0-9a-fA-F]{1,5});")

@@ -114,7 +114,8 @@ class ShardReport:
     """The result for one shard.
 
     `blank` are the keys of samples with an empty text, `missing` of those whose answer seems to be a missing value,
-    `escaped` of those with entities of HTML in a text, `raw` of those with bytes in a field of tensors, `turned` of
+    `escaped` and `marked` of those with entities of HTML or tokens of models in a text,
+    `raw` of those with bytes in a field of tensors, `turned` of
     those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed;
     `silent`, `cancelled` and `loud` of those with an odd sound (`Doubt` of `models/families/sound.py`).
     Of samples of a field map: `rejected` of those that their JSON says annotators rejected, `held_out` of those that it
@@ -127,6 +128,7 @@ class ShardReport:
     blank: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     escaped: tuple[str, ...] = ()
+    marked: tuple[str, ...] = ()
     raw: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
     unopened: tuple[str, ...] = ()
@@ -360,7 +362,7 @@ class _ShardCheck:
         self._name = dataset.shard_names[shard]
         self._num_checked = 0
         self._problems: list[Problem] = []
-        self._doubts: dict[Doubt, list[str]] = {"blank": [], "missing": [], "escaped": []}
+        self._doubts: dict[Doubt, list[str]] = {"blank": [], "missing": [], "escaped": [], "marked": []}
         self._raw: list[str] = []
         self._rejected: list[str] = []
         self._held_out: dict[bool, list[str]] = {}

@@ -42,9 +42,11 @@ from energon_bridge.tools.cli.prepare_options import (
     task_options,
     workers_option,
 )
+from energon_bridge.tools.columns.stored import read_columns
 from energon_bridge.tools.convert.conversations import by_options, is_conversation
 from energon_bridge.tools.convert.conversion import check_first_files, convert, convert_task, stopped
-from energon_bridge.tools.convert.finish import SKIPPED, Converted
+from energon_bridge.tools.convert.finish import SKIPPED, Converted, shards_before
+from energon_bridge.tools.convert.group_splits import groups_in, parted_groups
 from energon_bridge.tools.convert.hub import download, is_hub, stream
 from energon_bridge.tools.convert.lists import (
     answers_of,
@@ -56,12 +58,13 @@ from energon_bridge.tools.convert.lists import (
     media_order,
     other_text,
     propose_layout,
+    text_columns,
     text_of_sounds,
     unused,
 )
 from energon_bridge.tools.convert.options import ConvertOptions
-from energon_bridge.tools.convert.rows import Layout, Source, check_layout, first_rows
-from energon_bridge.tools.convert.shard_plan import propose_samples_per_shard
+from energon_bridge.tools.convert.rows import Layout, Source, check_layout, first_rows, is_filled
+from energon_bridge.tools.convert.shard_plan import propose_samples_per_shard, split_numbers
 from energon_bridge.tools.convert.sources import KINDS, open_source
 from energon_bridge.tools.convert.speech import PROMPT
 from energon_bridge.tools.convert.split_rows import by_own_split
@@ -71,9 +74,14 @@ _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
 _WITHOUT_TURNS = (*_KEPT, "folder", "COCO")
 _LOOKED_AT = 20  # samples, for the media that they have
 _OMNI = "qwen2.5_omni_instruct"
+_KEY = "__key__"
 _TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
 _TOLD = (
     "Leave the column out with --ignore COLUMN, or write the text of the question: --question '{COLUMN}\\n{question}'."
+)
+_MARKED = (
+    "with tokens of models in a text (<|im_end|>, <image>), which models that know them do not read as letters, or "
+    "training refuses (take them out of the source, or write them with a space inside)"
 )
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -94,6 +102,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
     help="Column of a field: caption=captions[0], 'caption={title}: {text}'.",
 )
 @click.option("--split-ratio", default=None, help="Shares of train, val and test, by sample: 99,1,0.")
+@click.option(
+    "--split-by", default=None, metavar="COLUMN", help="Rows with one value of this column are in one split part."
+)
 @click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle the samples of each split part.")
 @click.option("--samples-per-shard", type=click.IntRange(min=1), default=None, help="Samples in each shard, exactly.")
 @click.option(
@@ -131,6 +142,7 @@ def command(
     sample_type: str | None,
     fields: tuple[str, ...],
     split_ratio: str | None,
+    split_by: str | None,
     shuffle: int | None,
     samples_per_shard: int | None,
     bytes_per_shard: str | None,
@@ -174,6 +186,7 @@ def command(
     energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
     """
     one_task = chosen_task(task, finish=finish)
+    fields, key = _without_key(fields)
     if out.absolute() == source.absolute():
         raise ConfigurationError(f"{out}: this is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
@@ -202,7 +215,9 @@ def command(
         click.echo(f"Left out: {', '.join(opened.left_out)}.")
     check_first_files(opened, ignored)
     of_rows = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
-    layout = replace(_layout(opened, sample_type, fields, of_rows, asking=asking), preferred=preferred)
+    layout = replace(_layout(opened, sample_type, fields, of_rows, asking=asking), preferred=preferred, key=key)
+    if key is not None:
+        _check_key(opened, key)
     if not in_splits and len(opened.split_parts) < 2 and opened.kind not in _KEPT:
         layout = replace(layout, held_out=first_held_out(row.values for row in first_rows(opened)))
     check_layout(layout)
@@ -212,6 +227,9 @@ def command(
     ):
         raise ConfigurationError(f"{flag} is for lists and tables, but {shown} is a {opened.kind}: leave it out.")
     rule = _rule(opened, split_ratio, asking=asking)
+    if split_by is not None and rule is None:
+        told = told_by or "the source"
+        raise ConfigurationError(f"--split-by is for ratios, but {told} tells the splits: leave it out, or give both.")
     if samples_per_shard is None and limit is None:
         samples_per_shard = propose_samples_per_shard(opened, layout)
         if asking:
@@ -219,6 +237,7 @@ def command(
     options = ConvertOptions(
         layout=layout,
         split=rule,
+        split_by=split_by,
         shuffle=shuffle,
         samples_per_shard=samples_per_shard,
         bytes_per_shard=limit,
@@ -240,8 +259,11 @@ def command(
             count = convert_task(opened, out, options, one_task, num_workers=doing, progress=advance)
             click.echo(f"Task {one_task}: {count_of(count, 'shard')} done. After all tasks, run this with --finish.")
             return {"task": str(one_task), "shards": count}
+        before = {*shards_before(out)}
         done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
     _report(out, done, options)
+    if before and (added := done.shard_counts.keys() - before) and done.num_reused:
+        _report_grown(out, len(added))
     return asdict(done)
 
 
@@ -407,21 +429,36 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             values = rows[0].values
             click.echo(f"  answer from {filled(layout.question, values, find_pair(values), layout.answers_as)[1]}")
     looked_at = first_rows(source) if source.kind not in _KEPT else []
-    for what, names in unused(looked_at, layout, template_columns(getattr(source, "prompt", None) or "")):
+    if layout.key is not None:
+        click.echo(f"  keys from {layout.key}")
+    told = unused(looked_at, layout, template_columns(getattr(source, "prompt", None) or layout.key or ""))
+    for what, names in told:
         click.echo(f"  {what}: {', '.join(names)}")
     for medium, names in media_order(looked_at, layout):
         click.echo(f"  {medium}s in the order {', '.join(names)} (for another, write one list `{medium}s`)")
     if "context" in layout.fields and "answers" not in layout.fields and layout.sample_type == "VQASample":
         click.echo("  no column seems to have the answers, which training needs: --field answers=COLUMN")
+    if layout.sample_type == "ImageSample":
+        click.echo("  no text: training needs one, or an encoder of yours")
+        if texts := text_columns(looked_at, dict(told).get("not used", ())):
+            flags = f"--sample-type CaptioningSample --field caption={texts[0]}"
+            click.echo(f"  columns that look like captions: {', '.join(texts)}; to take one: {flags}")
     if (other := other_text(looked_at, layout)) is not None:
         click.echo(f"  to take {other[0]} instead: {other[1]}")
     if options.split is None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:
         parts = ", ".join(f"{name} {float(ratio):g}" for name, ratio in options.split.ratios if ratio)
-    groups = getattr(source, "groups", None) if parts.count(",") else None
-    parts += f", by {len({*groups}):,} speakers: none is in two splits" if options.split and groups else ""
+    groups = groups_in(source, options.split_by) if options.split is not None and parts.count(",") else None
+    if groups is not None:
+        what = "speakers" if options.split_by is None else f"values of {options.split_by}"
+        parts += f", by {len({str(one) for one in groups if is_filled(one)}):,} {what}: none is in two splits"
     click.echo(f"Split: {parts}" + f", as {told_by} says (--split-ratio gives another)" * bool(told_by))
+    if groups is None and options.split is not None:
+        for column, count in parted_groups(source, [*split_numbers(len(source), options.split).values()]):
+            click.echo(
+                f"  {count_of(count, 'value')} of {column} in several splits: --split-by {column} keeps each in one"
+            )
     if options.reencodes:
         click.echo("Sizes are before scaling images down.")
     for number in range(min(_SHOWN, len(source))):
@@ -446,6 +483,20 @@ def _asked_fields(described: Sequence[tuple[str, bool, str]], proposed: Mapping[
         for field, required, kind in described
         if required or field in proposed
     }
+
+
+def _without_key(fields: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+    """Return the fields without that of keys, and the column or template of these as a template."""
+    key = _given_fields(fields).get(_KEY)
+    others = tuple(text for text in fields if not text.startswith(f"{_KEY}="))
+    return others, key if key is None or template_columns(key) else f"{{{key}}}"
+
+
+def _check_key(source: Source, key: str) -> None:
+    if source.kind in _KEPT:
+        raise ConfigurationError(f"--field {_KEY}: samples of a {source.kind} keep their keys, or get --keys number.")
+    rows = first_rows(source)
+    _check_columns({_KEY: key}, {column for row in rows for column in (*row.files, *row.values)})
 
 
 def _given_fields(fields: tuple[str, ...]) -> dict[str, str]:
@@ -489,12 +540,21 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     _report_next(out, done, options.layout)
 
 
+def _report_grown(out: Path, added: int) -> None:
+    """Print what new shards mean for runs and mixes that have the dataset."""
+    click.echo(
+        f'{out} grew by {count_of(added, "shard")}: runs from before resume on it with on_mismatch="adapt" only.'
+    )
+    if names := ", ".join(read_columns(open_store(out))):
+        click.echo(f"Mixes that use its columns ({names}) stop until you add these again: energon columns add {out} …")
+
+
 def _report_doubtful(out: Path, done: Converted, layout: Layout) -> None:
     """Print which samples were skipped or say nothing, and which files cannot be opened."""
     count = count_of(len(done.empty), "sample")
     if layout.is_crude:
         empty = f"{count} with an empty answer, from which a model learns to say nothing"
-        remedy = 'to leave one out, give its turn "weight": 0, or take it out of the list'
+        remedy = 'to leave one out, take it out of the list, or give its turn "weight": 0'
     else:
         what = "caption" if "caption" in layout.fields else "text or answer"
         empty = f"{count} with an empty {what}: training skips and counts those that have no text to learn"
@@ -514,6 +574,7 @@ def _report_doubtful(out: Path, done: Converted, layout: Layout) -> None:
             "stand (unescape them in the source)",
             "which --json lists",
         ),
+        (done.marked, f"{count_of(len(done.marked), 'sample')} {_MARKED}", "which --json lists"),
     ):
         for message in [f"{title}:", *(f"  {one}" for one in many[:5])] if many else ():
             click.echo(message)
@@ -524,7 +585,7 @@ def _report_doubtful(out: Path, done: Converted, layout: Layout) -> None:
         each = (done.num_unread_images, "image"), (others, "video or sound file")
         said = " and ".join(f"{count_of(count, noun)} cannot be opened" for count, noun in each if count)
         needs = [*done.needed, *["PyAV: pip install 'energon-bridge[video]'"] * (others and find_spec("av") is None)]
-        click.echo(f"{said}: energon lint {out} names them.")
+        click.echo(f"{said}: energon lint {out} names them. --overwrite --on-error skip leaves them out.")
         for one in needs:
             click.echo(f"  Some may need a package. {one}, then energon prepare-media {out}")
 

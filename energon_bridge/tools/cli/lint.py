@@ -51,6 +51,10 @@ _SURPRISES = {
         "entities of HTML in a text (&amp;, &quot;)",
         "They are learned as they stand: unescape them in the source.",
     ),
+    "marked": (
+        "tokens of models in a text (<|im_end|>, <image>)",
+        "Models that know them do not read them as letters, or training refuses: take them out of the source.",
+    ),
     "raw": ("an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
     "turned": ("an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
     "unopened": ("a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain, repeat
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from energon_bridge.core.errors import ShardMissingError, SourceError, StorageError
 from energon_bridge.core.storage import Store, open_store
+from energon_bridge.models.conversations.questions import template_columns
 from energon_bridge.models.conversations.turns import CONVERSATIONS
 from energon_bridge.tools.convert.conversations import (
     as_files,
@@ -35,6 +37,7 @@ from energon_bridge.tools.convert.lists import propose_layout
 from energon_bridge.tools.convert.row_groups import (
     FileStamp,
     Group,
+    column_of_groups,
     far_groups,
     first_filled,
     groups_of,
@@ -50,6 +53,7 @@ from energon_bridge.tools.convert.rows import (
     Row,
     first_rows,
     is_filled,
+    key_of_row,
     lay_out,
     located,
 )
@@ -152,6 +156,7 @@ class ArrowSource:
         self._groups: list[Group] = []
         self._starts = [0]
         self._seen: dict[int, Mapping[str, Any]] = {}
+        self._kept: dict[str, list[object]] = {}
         counts: dict[str, int] = {}
         for part, groups in files:
             for group in groups:
@@ -175,8 +180,10 @@ class ArrowSource:
     def sample(self, number: int, layout: Layout) -> ArrowSample:
         """Return a sample, not read yet."""
         group, at, where = self._place(number)
+        names = template_columns(layout.key or "")
+        row = Row(where=where, values={name: self._whole(name)[number] for name in names}, files={})
         return ArrowSample(
-            key=f"{number:09d}",
+            key=key_of_row(row, layout, number),
             where=where,
             group=group,
             at=at,
@@ -187,9 +194,23 @@ class ArrowSource:
             is_chat=self._is_chat,
         )
 
+    def column(self, name: str) -> Iterator[object]:
+        """Yield the value of a column in each row; None where a file has none."""
+        for group in self._groups:
+            chunks = column_of_groups([group], name) if name in group.columns else ()
+            yield from (
+                chain.from_iterable(one.to_pylist() for one in chunks) if chunks else repeat(None, group.num_rows)
+            )
+
     def propose(self) -> Layout:
         """Propose a layout, judging by the first rows."""
         return propose_layout(first_rows(self, _JUDGED_BY))
+
+    def _whole(self, name: str) -> list[object]:
+        """Return a column, kept: keys are made of it."""
+        if name not in self._kept:
+            self._kept[name] = list(self.column(name))
+        return self._kept[name]
 
     @cached_property
     def columns(self) -> tuple[str, ...]:

@@ -61,15 +61,16 @@ from energon_bridge.tools.convert.options import (
     describe_conversion,
     key_of_options,
 )
-from energon_bridge.tools.convert.rows import Source, contents_of, first_rows, named_otherwise
+from energon_bridge.tools.convert.rows import Layout, Source, contents_of, first_rows, named_otherwise
 from energon_bridge.tools.convert.scaling import reencoded
-from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, segments_of, shards_of_plan
+from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, sample_at, segments_of, shards_of_plan
 from energon_bridge.tools.convert.shards import (
     PartsFolder,
     ShardFile,
     partial_path,
     writing,
 )
+from energon_bridge.tools.convert.tars import equal_keys
 
 
 def convert(
@@ -151,6 +152,8 @@ def _begin(
     _check_folder(parts, describe_conversion(source, options, ()), overwrite=overwrite)
     now = {name: count for _, name, count in segments_of(source)}
     runs = [now] if overwrite else _runs(parts.root, source, now)
+    if options.layout.key is not None:
+        _check_keys(source, options.layout)
     plan = list(shards_of_plan(source, options, runs))
     planned = {shard for shard, _ in plan}
     if not overwrite and (gone := [shard for shard in shards_before(parts.root) if shard not in planned]):
@@ -192,6 +195,17 @@ def _runs(root: Path, source: Source, now: Mapping[str, int]) -> list[Mapping[st
                 f"{root}: {which} had {count:,} samples, and has {now.get(name, 0):,}. {_REPLACING}"
             )
     return runs if runs[-1] == now else [*runs, now]
+
+
+def _check_keys(source: Source, layout: Layout) -> None:
+    """Raise ConfigurationError if the columns of keys give two samples one key."""
+    keys = (sample_at(source, layout, number).key or f"\0{number}" for number in range(len(source)))
+    if (pair := min(equal_keys(keys), default=None)) is not None:
+        one, other = (sample_at(source, layout, number) for number in pair)
+        raise ConfigurationError(
+            f"{one.where} and {other.where} have one key, {one.key!r}: make it of columns that differ, such as --field "
+            f"'__key__={layout.key}-{{COLUMN}}'."
+        )
 
 
 def _make_shards(
@@ -271,7 +285,7 @@ def _make_shard(
     if find_only:
         return None
     checksums = options.checksums or has_checksums(open_store(root))  # of a source that grew, the new ones too
-    shard = ShardFile(parts / job.shard, media=options.media, checksums=checksums)
+    shard = ShardFile(parts / job.shard, media=options.media, checksums=checksums, strict=options.skip_errors)
     try:
         for sample in job.samples:
             try:
@@ -331,7 +345,7 @@ def _of_texts(parts: Mapping[str, bytes], fields: Mapping[str, str]) -> set[Doub
         data = parts.get(part, b" - ")
         if "[" not in access:
             found |= doubts_of(data.decode("utf-8", "replace"), learned=name in LEARNED)
-        elif _DOUBTFUL.search(data) is not None:
+        elif b"<" in data or _DOUBTFUL.search(data) is not None:
             (value,) = FieldMap({"text": access})({part: json.loads(data)}).values()
             found |= doubts_of(value, learned=name in LEARNED)
     return found
@@ -339,7 +353,10 @@ def _of_texts(parts: Mapping[str, bytes], fields: Mapping[str, str]) -> set[Doub
 
 _BLANKS = r"(?:\\[nrt]|\s)*"
 _DOUBTFUL = re.compile(
-    rf'"{_BLANKS}(?:{"|".join(map(re.escape, sorted(MISSING)))})?{_BLANKS}"|: *null|{ESCAPED.pattern}'.encode()
+    (
+        rf'"{_BLANKS}(?:{"|".join(map(re.escape, sorted(MISSING)))})?{_BLANKS}"|: *null|{ESCAPED.pattern}'
+        r"|<(?:[|/sp]|｜|unk|[be]os|(?:start|end)_of)"
+    ).encode()
 )
 
 

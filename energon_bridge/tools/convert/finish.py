@@ -38,7 +38,8 @@ class Converted:
     `num_unread` media files could not be opened, `num_unread_images` of them images; `needed` says which packages
     would open some. `num_rejected` answers were left
     out of samples that also have a preferred one. `empty` has the places of samples with an empty answer, `missing` of
-    those whose answer seems to be a missing value (`N/A`), `escaped` of those with entities of HTML in a text.
+    those whose answer seems to be a missing value (`N/A`), `escaped` of those with entities of HTML in a text,
+    `marked` of those with tokens of models in one.
     """
 
     shard_counts: dict[str, int]
@@ -52,6 +53,7 @@ class Converted:
     empty: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     escaped: tuple[str, ...] = ()
+    marked: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
 
 
@@ -150,6 +152,7 @@ def finish_dataset(
         empty=_places(shards, "blank"),
         missing=_places(shards, "missing"),
         escaped=_places(shards, "escaped"),
+        marked=_places(shards, "marked"),
     )
 
 

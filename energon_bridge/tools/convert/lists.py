@@ -136,6 +136,14 @@ class TableSource:
             sample = lay_out(learnable(self._row(kept, where), layout, self._is_chat), layout, number)
             return replace(sample, num_rejected=rejected) if rejected else sample
 
+    def column(self, name: str) -> Iterator[object]:
+        """Yield the value of a column in each entry; None where there is none, or it cannot be read."""
+        for number in range(len(self)):
+            value = None
+            with suppress(SourceError):  # said when it is converted
+                value = self.entries.entry(number)[0].get(name)
+            yield value
+
     def propose(self) -> Layout:
         """Propose a layout from the first rows."""
         return propose_layout(first_rows(self))
@@ -907,6 +915,12 @@ def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:
     if "caption" in layout.fields:
         return question, f"--sample-type VQASample --field context={question} --field answers=COLUMN"
     return caption, f"--sample-type CaptioningSample --field caption={caption}"
+
+
+def text_columns(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
+    """Return those of some columns that have several words in most rows."""
+    said = {name: [str(row.values.get(name) or "").strip() for row in rows] for name in columns}
+    return [name for name, texts in said.items() if 2 * sum(" " in one for one in texts) > len(texts)]
 
 
 def text_of_sounds(rows: Sequence[Row]) -> str | None:

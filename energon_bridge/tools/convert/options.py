@@ -19,13 +19,15 @@ _FORMAT = 1  # of the shards: after a raise, everything is written again
 class ConvertOptions:
     """How a source is converted.
 
-    `split` is for sources without splits of their own; sizes of shards as in `ShardWriter`. Images of more than
+    `split` is for sources without splits of their own, and with `split_by` keeps rows with one value of that column in
+    one part; sizes of shards as in `ShardWriter`. Images of more than
     `max_pixels` are scaled down; `quality` (1 to 100) encodes all JPEGs and WebPs again. With `checksums`, those of all
     samples and parts are kept.
     """
 
     layout: Layout
     split: SplitRule | None = None
+    split_by: str | None = None
     shuffle: int | None = None
     samples_per_shard: int | None = None
     bytes_per_shard: int | None = None
@@ -60,7 +62,9 @@ def key_of_options(options: ConvertOptions) -> bytes:
 
 def _plain_layout(layout: Layout) -> list[Any]:
     questions: dict[str, Any] = {"ignored": sorted(layout.ignored)} if layout.ignored else {}
-    questions |= {name: value for name in ("question", "answers_as") if (value := getattr(layout, name)) is not None}
+    questions |= {
+        name: value for name in ("question", "answers_as", "key") if (value := getattr(layout, name)) is not None
+    }
     questions |= {"templates": dict(layout.templates)} if layout.templates else {}
     kept = [*["preferred"] * layout.preferred, *[questions] * bool(questions)]
     return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *kept]
@@ -83,6 +87,7 @@ def describe_conversion(source: Source, options: ConvertOptions, runs: Sequence[
         },
         **({"max_pixels": options.max_pixels, "quality": options.quality} if options.reencodes else {}),
         **({"checksums": True} if options.checksums else {}),
+        **({"split_by": options.split_by} if options.split_by is not None else {}),
         **({"prompt": prompt} if (prompt := getattr(source, "prompt", None)) is not None else {}),
         "runs": list(runs),
     }

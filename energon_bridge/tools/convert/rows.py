@@ -46,6 +46,7 @@ from energon_bridge.models.conversations.questions import (
     texts_of,
     with_texts,
 )
+from energon_bridge.models.conversations.turns import LEARNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,8 @@ class Layout:
     `ignored` columns are left out; `question` is the text of a question, with columns in braces, and `answers_as` says
     what answers to choices are. Rows that are read `in_place`, not converted, have their layout from a dataset.yaml,
     others from flags. `held_out` is whether the first rows say that they are of validation or test data, and all must
-    say the same; None: they say nothing of it, or the names of files tell the splits.
+    say the same; None: they say nothing of it, or the names of files tell the splits. `key` is that of a
+    sample, with columns in braces; None: its number, or what the source says.
     """
 
     sample_type: str
@@ -247,6 +249,7 @@ class Layout:
     in_place: bool = False
     held_out: bool | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
 
     def naming(self, field: str, column: str = "COLUMN") -> str:
         """Return how to say from which column a field comes."""
@@ -301,6 +304,8 @@ class Source(Protocol):
     left_out: tuple[str, ...]
 
     def __len__(self) -> int: ...
+
+    def __hash__(self) -> int: ...
 
     def row(self, number: int) -> Row:
         """Return a row; raises SourceError."""
@@ -400,6 +405,8 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
             continue
         value = _value_at(row, layout, name, access)
         declared = _declared(layout.sample_type)[name][1]
+        if (value is None or value != value) and name in LEARNED and declared == "str" and not bracket:
+            value, values = "", {**values, column: ""}  # as a CSV writes it
         listed = texts_of(value) if column.lower() == "answers" and isinstance(value, str) else None  # of a CSV
         fitted = _fitted(listed or value, declared)
         if fitted == [] and value:
@@ -434,7 +441,15 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
             ) from error
     if not parts:
         raise SourceError(f"{row.where}: is empty.")
-    return RowSample(key=row.key or f"{number:09d}", where=row.where, parts=tuple(parts), fields=fields)
+    return RowSample(key=key_of_row(row, layout, number), where=row.where, parts=tuple(parts), fields=fields)
+
+
+def key_of_row(row: Row, layout: Layout, number: int) -> str:
+    """Return the key of a row; of a column of files, their names without extensions. Raises SourceError."""
+    if layout.key is None:
+        return row.key or f"{number:09d}"
+    named = {name: os.path.normpath(os.path.splitext(of[0])[0]) for name, of in row.named.items() if of}
+    return _filled(replace(row, values={**named, **row.values}), layout.key).replace(".", "_")
 
 
 def _filled(row: Row, template: str) -> str:
@@ -588,7 +603,8 @@ def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef
     path = os.path.normpath(os.path.join(root, text))
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
         raise SourceError(
-            f"the path {text!r} leads out of {root}. Name a folder of all files: energon convert --media."
+            f"the path {text!r} leads out of {root}. Name a folder that has all files: energon convert --media "
+            f"{os.path.dirname(path)}, or one above it."
         )
     return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path, any_kind))
 

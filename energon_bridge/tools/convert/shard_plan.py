@@ -18,6 +18,7 @@ import numpy as np
 from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.order.rng import Permutation, draws, key_of
 from energon_bridge.core.prepare.split import SplitRule
+from energon_bridge.tools.convert.group_splits import groups_in, split_groups
 from energon_bridge.tools.convert.options import ConvertOptions
 from energon_bridge.tools.convert.rows import Layout, Source, SourceSample
 from energon_bridge.tools.convert.shards import (
@@ -104,22 +105,18 @@ def split_numbers(count: int, rule: SplitRule, segment: str = "") -> dict[str, n
     return parts
 
 
-def split_groups(groups: Sequence[str], rule: SplitRule) -> dict[str, np.ndarray]:
-    """Assign sample numbers to split parts by ratio, those of a group (a speaker) to one part."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
-    of_samples = np.array([numbers[name] for name in groups])
-    parts = split_numbers(len(numbers), rule).items()
-    return {part: np.flatnonzero(np.isin(of_samples, chosen)) for part, chosen in parts}
-
-
 def shards_of_plan(source: Source, options: ConvertOptions, runs: Runs = ()) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name of each shard and the numbers of its samples; without `runs`, all are found in one."""
     segments = segments_of(source)
     now = {name: count for _, name, count in segments}
     rule = options.split if options.split is not None and options.split.ratios else None
     is_dealt = rule is not None and sum(bool(share) for _, share in rule.ratios) > 1
-    groups = getattr(source, "groups", None) if is_dealt else None
-    grouped = {} if groups is None or rule is None else split_groups(groups, rule)
+    groups = groups_in(source, options.split_by) if is_dealt else None
+    ends = {name: [run.get(name, 0) for run in runs or (now,)] for _, name, _ in segments}
+    grouped = {}
+    if groups is not None and rule is not None:
+        found = [np.searchsorted(ends[name], np.arange(count), side="right") for _, name, count in segments]
+        grouped = split_groups(groups, rule, np.concatenate(found))
     dealt: dict[str, list[list[np.ndarray]]] = {}
     start = 0
     for part, name, count in segments:
@@ -128,8 +125,8 @@ def shards_of_plan(source: Source, options: ConvertOptions, runs: Runs = ()) -> 
             by_part = {to: of[(of >= start) & (of < start + count)] - start for to, of in grouped.items()}
         for to, numbers in by_part.items():
             of_runs = dealt.setdefault(to, [[] for _ in runs or (now,)])
-            ends = np.searchsorted(numbers, [run.get(name, 0) for run in runs or (now,)]).tolist()
-            for pieces, begin, end in zip(of_runs, [0, *ends], ends, strict=False):
+            places = np.searchsorted(numbers, ends[name]).tolist()
+            for pieces, begin, end in zip(of_runs, [0, *places], places, strict=False):
                 pieces.append(numbers[begin:end] + start)
         start += count
     for part, of_runs in dealt.items():
@@ -159,7 +156,7 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
     start = 0
     size = END_BYTES
     for at, number in enumerate(numbers.tolist()):
-        sample = _sample(source, options.layout, number)
+        sample = sample_at(source, options.layout, number)
         try:
             more = sum(member_size(f"{sample.key}.{part}", length) for part, length in sample.sizes())
         except (SourceError, SampleError, SkipSample):
@@ -193,10 +190,11 @@ class ShardJobs(Sequence[ShardJob]):
         if isinstance(at, slice):
             return [self[one] for one in range(*at.indices(len(self)))]
         shard, numbers = self._plan[at]
-        return ShardJob(shard, [_sample(self._source, self._layout, number) for number in numbers.tolist()])
+        return ShardJob(shard, [sample_at(self._source, self._layout, number) for number in numbers.tolist()])
 
 
-def _sample(source: Source, layout: Layout, number: int) -> SourceSample:
+def sample_at(source: Source, layout: Layout, number: int) -> SourceSample:
+    """Return a sample, not read yet; one that cannot be made fails when it is read."""
     try:
         return source.sample(number, layout)
     except (SourceError, SkipSample) as error:

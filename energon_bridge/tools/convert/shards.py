@@ -87,13 +87,17 @@ def _header(name: str, size: int) -> bytes:
 
 
 class ShardFile:
-    """One tar being written, and its record; `path` appears on `close`."""
+    """One tar being written, and its record; `path` appears on `close`.
 
-    def __init__(self, path: Path, *, media: bool, checksums: bool = False) -> None:
+    With `media`, the headers of media are read; what cannot be opened is only counted, unless `strict`.
+    """
+
+    def __init__(self, path: Path, *, media: bool, checksums: bool = False, strict: bool = False) -> None:
         self.path = path
         self.record = ShardRecord()
         self.num_bytes = 0
         self._media = media
+        self._strict = strict
         self._checksums = ChecksumScan() if checksums else None
         self._partial = partial_path(path)
         with writing(path):
@@ -108,7 +112,7 @@ class ShardFile:
     def add(
         self, key: str, parts: Sequence[tuple[str, bytes]], fields: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Add a sample; raises SourceError if its key or a part name cannot be stored in a tar.
+        """Add a sample; raises SourceError if its key or a part name cannot be stored in a tar, or for its media.
 
         `fields` are the accesses of its fields to the parts.
         """
@@ -122,6 +126,14 @@ class ShardFile:
                 )
         if not names or len(set(names)) < len(names):
             raise SourceError(f"sample {key!r} has {'a part twice' if names else 'no parts'}: {names}.")
+        media = len(self.record.media)
+        try:
+            for name, (_, data) in zip(names, parts, strict=True) if self._media else ():
+                if _MEDIA.may_pass(name):
+                    self._look_into(name, data)
+        except SourceError:
+            del self.record.media[media:]
+            raise
         scan.keys.append(key)
         scan.offsets.append(self.num_bytes)
         for name, (part, data) in zip(names, parts, strict=True):
@@ -135,8 +147,6 @@ class ShardFile:
                 if self._checksums is not None:
                     self._checksums.take(scan, start, piece)
             self._write(*pieces)
-            if self._media and _MEDIA.may_pass(name):
-                self._look_into(name, data)
         for field, access in fields.items():
             used = self.record.fields.setdefault(field, [])
             if access not in used:
@@ -180,7 +190,10 @@ class ShardFile:
                 self.record.media.append((name, *metadata_row(read_media(kind, data))))
         except (DecodeError, ConfigurationError) as error:  # the second: PyAV is not installed
             _logger.info("%s: no media metadata: %s", name, error)
-            if (needed := missing_package(data[:HEAD_BYTES], name)) and needed not in self.record.needed:
+            needed = missing_package(data[:HEAD_BYTES], name)
+            if self._strict and not needed and isinstance(error, DecodeError):
+                raise SourceError(f"{name}: {error}") from error
+            if needed and needed not in self.record.needed:
                 self.record.needed.append(needed)
 
 

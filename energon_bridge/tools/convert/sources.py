@@ -6,11 +6,10 @@ import logging
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from energon_bridge.core.errors import (
 )
 from energon_bridge.core.storage import open_store
 from energon_bridge.tools.convert.arrow import ArrowSource, is_saved, open_parquet, open_saved
+from energon_bridge.tools.convert.group_splits import values_of
 from energon_bridge.tools.convert.left_out import (
     beside_list,
     beside_tables,
@@ -45,9 +45,6 @@ from energon_bridge.tools.convert.speech import (
 )
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, check_card_in, folder_split, name_split
 from energon_bridge.tools.convert.tars import MixedTars, TarSource
-
-if TYPE_CHECKING:
-    pass
 
 KINDS = ("table", "pairs", "classes", "lists", "parquet", "huggingface", "kaldi", "librispeech", "webdataset", "mix")
 _logger = logging.getLogger(__name__)
@@ -271,7 +268,7 @@ class ListsSource:
         return int(self._starts[-1])
 
     @cached_property
-    def groups(self) -> list[str] | None:
+    def groups(self) -> list[object] | None:
         """Return what the rows of each list are kept together by, if all lists have something."""
         found = [getattr(source, "groups", None) or () for source in self._sources]
         return [name for names in found for name in names] if all(found) else None
@@ -286,6 +283,10 @@ class ListsSource:
         which = bisect_right(self._starts, number) - 1
         return which, number - self._starts[which]
 
+    def column(self, name: str) -> Iterator[object]:
+        """Yield the value of a column in each row of each list."""
+        return (value for source in self._sources for value in values_of(source, name))
+
     def row(self, number: int) -> Row:
         """Return a row of one of the lists."""
         which, at = self._find(number)
@@ -294,8 +295,9 @@ class ListsSource:
     def sample(self, number: int, layout: Layout) -> SourceSample:
         """Return a sample, not read yet, with a key of its own, which stays when any of the lists grows."""
         which, at = self._find(number)
-        key = f"{self._names[which].replace('.', '_')}/{at:09d}"
-        return replace(self._sources[which].sample(at, layout), key=key)  # type: ignore[type-var]
+        sample = self._sources[which].sample(at, layout)
+        own = f"{at:09d}" if layout.key is None else sample.key
+        return replace(sample, key=f"{self._names[which].replace('.', '_')}/{own}")  # type: ignore[type-var]
 
     def propose(self) -> Layout:
         """Propose a layout from the first list."""

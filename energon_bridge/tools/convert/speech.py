@@ -36,7 +36,7 @@ import numpy as np
 from energon_bridge.core.errors import DecodeError, SkipSample, SourceError
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.av.media_file import import_av
-from energon_bridge.models.conversations.parts import medium_by_name
+from energon_bridge.models.conversations.parts import PLACES, medium_by_name
 from energon_bridge.models.conversations.questions import template_columns, with_texts
 from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import CONVERSATIONS, find_pair
@@ -169,20 +169,13 @@ class SpeechSource(TableSource):
         self._is_named = False
 
     @cached_property
-    def groups(self) -> Sequence[str] | None:
+    def groups(self) -> Sequence[object] | None:
         """The speaker of each entry, so that none is in two splits; None: unknown, or it is one."""
-        found = self._speakers
+        found: Sequence[object] | None = self._speakers
         columns = [name for name in _SPEAKERS if all(entry.get(name) for entry in _first(self.entries))]
         if found is None and columns:
-            found = list(self._of_all(columns[0]))
-        return found if found is not None and len({*found}) > 1 else None
-
-    def _of_all(self, column: str) -> Iterator[str]:
-        for number in range(len(self)):
-            said: object = None
-            with suppress(SourceError):  # it fails when it is read
-                said = self.entries.entry(number)[0].get(column)
-            yield str(said or number)
+            found = list(self.column(columns[0]))
+        return found if found is not None and len({*map(str, found)}) > 1 else None
 
     def _row(self, entry: Mapping[str, Any], where: str) -> Row:
         with located(where):
@@ -195,8 +188,13 @@ class SpeechSource(TableSource):
                     where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]}
                 )
             text = _punctuated(entry.get(self.text))
-            if not isinstance(text, str) or (text and not any(map(str.isalnum, text))):  # NeMo's `-`: none
-                raise SourceError(f"`{self.text}` is {str(text)[:60]!r}, expected what is said in the sound.")
+            if not isinstance(text, str) or (text.strip() and not any(map(str.isalnum, text))):  # NeMo's `-`: none
+                raise SourceError(f"`{self.text}` is {shown(text)}, expected what is said in the sound.")
+            if place := PLACES.search(text):
+                raise SourceError(
+                    f"`{self.text}` has {place[0]!r}, which is a place for media in conversations. Take it out of the "
+                    f"list, or write it with a space inside, '< {place[1]}>'."
+                )
             if self.prompt == PROMPT and (_is_translated(entry) or "translation" in self.text):
                 raise SourceError(
                     f"the text is a translation ({shown(text)}), and the question {PROMPT!r}: give another, such as "
@@ -356,6 +354,7 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
     """Open a folder of Kaldi; raises SourceError if a file is missing or cannot be read."""
     texts = dict(_lines(folder / "text"))
     recordings = dict(_lines(folder / "wav.scp"))
+    media = media or _root_of(folder, next(iter(recordings.values()), ""))
     listed = "segments" if (folder / "segments").exists() else "wav.scp"
     if listed == "segments":
         places = {name: _segment(rest, recordings) for name, rest in _lines(folder / "segments")}
@@ -371,6 +370,12 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
     if rest := len(texts.keys() - places.keys()):
         source.left_out += (f"texts of {rest:,} utterance{'s' * (rest > 1)} that {listed} does not list",)
     return source
+
+
+def _root_of(folder: Path, name: str) -> Path:
+    """Return what paths are relative to: the folder, or that from where a recipe runs, above its `data/train`."""
+    above = (folder, *folder.absolute().parents[:2]) if name and not os.path.isabs(name) else (folder,)
+    return next((one for one in above if (one / name).is_file()), folder)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:

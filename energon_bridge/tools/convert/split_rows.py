@@ -63,8 +63,9 @@ def by_own_split(source: Source, path: Path, taken: Collection[str]) -> tuple[So
     """Return a source by the splits that it tells, and what tells them; the source itself and None if nothing does.
 
     Columns that are `taken` otherwise, or ignored, tell no split. Of tables that are no lists only the first rows are
-    looked at, and only a table that is held out as a whole is of that split. Raises SourceError for a source that is
-    held out in words that do not say whether for validation or for tests.
+    looked at, and only a table that is held out as a whole is of that split. The name of a folder counts if it is one
+    of Kaldi. Raises SourceError for a source that is held out in words that do not say whether for validation or for
+    tests.
     """
     told = [_told(row.values, taken) for row in first_rows(source)]
     if any(told):
@@ -74,7 +75,9 @@ def by_own_split(source: Source, path: Path, taken: Collection[str]) -> tuple[So
     name = f"the name {path.name}"
     is_held_out = says_held_out(path.stem)
     part = name_split(path.stem)
-    if not path.is_file() or ("train" in splits_in(path.stem.lower()) if is_held_out else part is None):
+    if not (path.is_file() or (path / "wav.scp").is_file()) or (
+        "train" in splits_in(path.stem.lower()) if is_held_out else part is None
+    ):
         return source, None
     if part is None:
         raise _doubtful(source, name)

@@ -8,11 +8,13 @@ import http.server
 import json
 import os
 import re
+import tarfile
 import threading
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -40,7 +42,9 @@ from sources import (
 from energon_bridge import ShardWriter, TextSample
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.nvmeta import read_info
+from energon_bridge.core.prepare.split import parse_ratio
 from energon_bridge.core.storage import open_store
+from energon_bridge.tools.convert.group_splits import split_groups
 
 # --- mistakes -----------------------------------------------------------------------------------------------------
 
@@ -581,7 +585,7 @@ def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-CAPTIONS = ("a cat", "", "  \n", "a dog")
+CAPTIONS = ("a cat", "", "  \n", "a dog", None)
 
 
 @pytest.mark.parametrize("form", ["pairs", "csv", "jsonl", "json", "parquet"])
@@ -590,7 +594,7 @@ def test_empty_captions_are_counted_and_named(tmp_path: Path, form: str) -> None
     images.mkdir()
     for number, caption in enumerate(CAPTIONS):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(images / f"p{number}.png")
-        (images / f"p{number}.txt").write_text(caption)
+        (images / f"p{number}.txt").write_text(caption or "")
     rows = [{"image": f"pairs/p{number}.png", "caption": caption} for number, caption in enumerate(CAPTIONS)]
     source = images if form == "pairs" else tmp_path / f"list.{form}"
     if form == "csv":
@@ -604,10 +608,149 @@ def test_empty_captions_are_counted_and_named(tmp_path: Path, form: str) -> None
     elif form != "pairs":
         source.write_text(json.dumps(rows) if form == "json" else "".join(f"{json.dumps(row)}\n" for row in rows))
     said = output_of("convert", source, tmp_path / "out", "--split-ratio", "1,0,0", "--no-progress")
-    assert "2 samples with an empty caption: training skips and counts" in said
-    keys = ["p1", "p2"] if form == "pairs" else ["000000001", "000000002"]
-    assert [f"(key {key})" in said for key in keys] == [True, True]
+    assert "3 samples with an empty caption: training skips and counts" in said
+    keys = ["p1", "p2", "p4"] if form == "pairs" else ["000000001", "000000002", "000000004"]
+    assert [f"(key {key})" in said for key in keys] == [True] * 3
     lint = energon("lint", tmp_path / "out").output
-    assert f"2 samples with an empty text; the first is train/00000.tar/{keys[0]}. Training skips" in lint
+    assert f"3 samples with an empty text; the first is train/00000.tar/{keys[0]}. Training skips" in lint
     if form in ("parquet", "jsonl"):  # read as they are
-        assert "2 samples with an empty text; the first is " in energon("lint", source).output
+        assert (
+            f"{3 if form == 'parquet' else 2} samples with an empty text; the first is "
+            in energon("lint", source).output
+        )
+
+
+# What is told of photographs and their captions ----------------------------------------------------------------------
+
+
+def photographs(folder: Path, count: int = 60, **columns: Callable[[int], object]) -> Path:
+    """Write a list of pictures, three to a product, and their files."""
+    rows = []
+    for number in range(count):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"p{number}.png")
+        row = {"image": f"p{number}.png", "product_id": f"s{number // 3}", "caption": f"a cat, {number}"}
+        rows.append(row | {name: value(number) for name, value in columns.items()})
+    (folder / "list.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder / "list.jsonl"
+
+
+def test_marks_in_captions_are_counted_and_named(tmp_path: Path) -> None:
+    said = {5: "<image> a cat", 7: "a <|endoftext|> cat", 8: "<image> a dog", 9: "a < b, <b>bold</b> and < image>"}
+    source = photographs(tmp_path, caption=lambda number: said.get(number, "a cat"))
+    told = output_of("convert", source, tmp_path / "out", "--split-ratio", "1,0,0", "--no-progress")
+    lines = told.splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("3 samples with tokens of models in a text"))
+    assert lines[at + 1 : at + 4] == [f"  {source}, line {n + 1} (key {n:09d})" for n in (5, 7, 8)]
+    assert "3 samples with tokens of models in a text" in energon("lint", tmp_path / "out").output
+
+
+def test_marks_in_conversations_are_no_places(tmp_path: Path) -> None:
+    talk = [
+        {"from": "human", "value": "<image>\nWhat is it? <|image_1|>"},
+        {"from": "gpt", "value": "A <|im_end|> cat."},
+    ]
+    rows = [{"conversations": [{"from": "human", "value": "Hi"}, turn]} for turn in talk[1:]]
+    rows += [{"conversations": [{"from": "human", "value": "Is < s> a tag?"}, {"from": "gpt", "value": "No."}]}]
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    told = output_of("convert", tmp_path / "list.json", tmp_path / "out", "--split-ratio", "1,0,0", "--no-progress")
+    assert "1 sample with tokens of models in a text" in told
+
+
+def test_columns_that_look_like_captions_are_named(tmp_path: Path) -> None:
+    source = photographs(tmp_path, caption=lambda number: None, beschreibung=lambda number: f"Eine Katze, {number}")
+    source.write_text(source.read_text().replace('"caption": null, ', ""))
+    told = output_of("convert", source, tmp_path / "out", "--split-ratio", "1,0,0", "--no-progress")
+    flags = told.partition("columns that look like captions: beschreibung; to take one: ")[2].split("\n")[0].split()
+    again = output_of("convert", source, tmp_path / "again", "--split-ratio", "1,0,0", "--no-progress", *flags)
+    assert "caption from beschreibung" in again
+    assert "look like captions" not in again
+
+
+# Rows that belong together --------------------------------------------------------------------------------------------
+
+
+def values_of_parts(out: Path, column: str) -> dict[str, set[str]]:
+    """Return the values of a column in the rows of each split part."""
+    found: dict[str, set[str]] = {}
+    for part in ("train", "val", "test"):
+        for shard in sorted((out / part).glob("*.tar")):
+            with tarfile.open(shard) as tar:
+                texts = [tar.extractfile(one).read() for one in tar if one.name.endswith(".json")]  # type: ignore[union-attr]
+            found.setdefault(part, set()).update(str(json.loads(text)[column]) for text in texts)
+    return found
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_rows_of_one_value_are_in_one_split(tmp_path: Path, form: str) -> None:
+    source = photographs(tmp_path)
+    if form == "parquet":
+        rows = [json.loads(line) for line in source.read_text().splitlines()]
+        held = [{**row, "image": (tmp_path / row["image"]).read_bytes()} for row in rows]
+        source = tmp_path / "list.parquet"
+        pq.write_table(pa.Table.from_pylist(held), source, row_group_size=7)
+    flags = ("--split-ratio", "8,1,1", "--no-progress", "--split-by", "product_id")
+    told = output_of("convert", source, tmp_path / "out", *flags)
+    assert "Split: train 8, val 1, test 1, by 20 values of product_id: none is in two splits" in told
+    assert "train: 48 samples" in told
+    parts = values_of_parts(tmp_path / "out", "product_id")
+    assert {part: len(values) for part, values in parts.items()} == {"train": 16, "val": 2, "test": 2}
+    assert len(set.union(*parts.values())) == 20
+
+
+def test_values_in_several_splits_are_told_with_the_remedy(tmp_path: Path) -> None:
+    source = photographs(tmp_path, language_id=lambda number: number % 3, id=lambda number: number)
+    told = output_of("convert", source, tmp_path / "out", "--split-ratio", "1,1,0", "--dry-run")
+    count, _, rest = told.partition(" values of product_id in several splits: ")
+    assert int(count.rpartition(" ")[2]) > 5
+    assert rest.startswith("--split-by product_id keeps each in one\n")
+    assert told.count("in several splits") == 1
+    assert "in several splits" not in output_of(
+        "convert", source, tmp_path / "out", "--dry-run", "--split-by", "product_id"
+    )
+    gone = refusal_of("convert", source, tmp_path / "out", "--split-by", "gone")
+    assert "--split-by gone: no row has a value there" in gone
+
+
+def test_groups_stay_in_their_split_when_a_list_grows(tmp_path: Path) -> None:
+    source = photographs(tmp_path, 90)
+    text = source.read_text()
+    flags = ("--split-ratio", "7,3,0", "--no-progress", "--split-by", "product_id")
+    source.write_text("".join(f"{line}\n" for line in text.splitlines()[:40]))
+    output_of("convert", source, tmp_path / "out", *flags)
+    before = values_of_parts(tmp_path / "out", "product_id")
+    source.write_text(text)
+    told = output_of("convert", source, tmp_path / "out", *flags)
+    assert 'runs from before resume on it with on_mismatch="adapt" only' in told
+    after = values_of_parts(tmp_path / "out", "product_id")
+    assert all(before[part] <= after[part] for part in before)
+    assert not after["train"] & after["val"]
+    assert "train: 63 samples" in told
+
+
+@pytest.mark.parametrize("sizes", [[1], [5, 5], [90, 1, 1, 1], [1] * 5, [3, 100, 2, 40, 7, 7, 7, 1]])
+def test_each_split_gets_a_group_and_about_its_share(sizes: list[int]) -> None:
+    groups = [f"g{group}" for group, size in enumerate(sizes) for _ in range(size)]
+    parts = split_groups(groups, parse_ratio("9,1,0"), np.zeros(len(groups), int))
+    assert sorted(number for numbers in parts.values() for number in numbers.tolist()) == list(range(len(groups)))
+    assert len(parts["val"]) > 0 or len(sizes) == 1
+    assert len(parts["val"]) <= max(len(groups) // 10 * 2, min(sizes))
+    assert len({groups[n] for n in parts["train"]} & {groups[n] for n in parts["val"]}) == 0
+
+
+@pytest.mark.parametrize("key", ["image", "{product_id}-{n}", "n"])
+def test_keys_of_columns_stay_when_rows_are_inserted(tmp_path: Path, key: str) -> None:
+    source = photographs(tmp_path, 12, n=lambda number: number)
+    flags = ("--split-ratio", "1,0,0", "--no-progress", "--field", f"__key__={key}")
+    keys = []
+    for name in ("one", "two"):
+        output_of("convert", source, tmp_path / name, *flags)
+        with tarfile.open(tmp_path / name / "train/00000.tar") as tar:
+            jsons = [one for one in tar if one.name.endswith(".json")]
+            keys.append({json.loads(tar.extractfile(one).read())["n"]: one.name for one in jsons})  # type: ignore[union-attr]
+        lines = source.read_text().splitlines()
+        source.write_text("\n".join(lines[3:]) + "\n")
+    assert {n: name for n, name in keys[0].items() if n >= 3} == keys[1]
+    assert keys[0][5] == {"image": "p5.json", "n": "5.json"}.get(key, "s1-5.json")
+    refused = refusal_of("convert", source, tmp_path / "out", "--field", "__key__=product_id")
+    assert "line 1 and" in refused
+    assert "have one key, 's2'" in refused

@@ -104,7 +104,7 @@ def test_answers_from_another_column(tmp_path: Path, form: str) -> None:
     untold = refusal_of("convert", source, tmp_path / "out", "--no-progress", *flags, "--field", "answers=translation")
     assert "the text is a translation ('uno')" in untold
     gone = refusal_of("convert", source, tmp_path / "out", "--no-progress", *flags, "--field", "answers=gone")
-    assert "`gone` is 'None', expected what is said in the sound" in gone
+    assert "`gone` is null, expected what is said in the sound" in gone
 
 
 def test_marks_of_gigaspeech(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,7 +165,7 @@ def test_parts_of_all_kinds_of_sounds(
         ({"offset": 1, "duration": 0}, "name 1.00 to 1.00 s"),
         ({"offset": -1, "duration": 1}, "`offset` is '-1', expected seconds"),
         ({"offset": 1, "duration": "long"}, "`duration` is 'long', expected seconds"),
-        ({"text": None}, "`text` is 'None', expected what is said"),
+        ({"text": None}, "`text` is null, expected what is said"),
         ({"text": "-"}, "`text` is '-', expected what is said"),
         ({"audio_filepath": ["a.wav", "b.wav"]}, "expected the path of one sound"),
         ({"audio_filepath": "gone.wav"}, "gone.wav: cannot read"),
@@ -522,3 +522,34 @@ def test_hours_of_sound_are_shown_where_lengths_are_known(tmp_path: Path) -> Non
 
 
 _LENGTHS = ("prepare-media", "OUT", "--media-metadata-by-extension")
+
+
+@pytest.mark.parametrize("where", ["data", "data/train"])
+def test_recipes_of_kaldi_name_files_from_where_they_run(tmp_path: Path, where: str) -> None:
+    for part in ("train", "dev"):
+        folder = tmp_path / "data" / part
+        folder.mkdir(parents=True)
+        written(tmp_path / f"wavs/{part}.wav", 1)
+        (folder / "wav.scp").write_text(f"{part} wavs/{part}.wav\n")
+        (folder / "text").write_text(f"{part} words of {part}\n")
+    output_of("convert", tmp_path / where, tmp_path / "out", "--no-progress")
+    parts = ("train", "val") if where == "data" else ("train",)
+    told = [said(one)[1] for part in parts for one in delivered(tmp_path / "out", part)]
+    assert told == ["words of train", "words of dev"][: len(parts)]
+
+
+def test_what_says_nothing_or_is_cut_off(tmp_path: Path) -> None:
+    written(tmp_path / "a.flac", 3)
+    whole = (tmp_path / "a.flac").read_bytes()
+    (tmp_path / "half.flac").write_bytes(whole[: len(whole) // 2])
+    texts = {"a.flac": "a"}
+    entries = [{"audio_filepath": name, "text": text} for name, text in texts.items()]
+    entries += [{"audio_filepath": "a.flac", "text": text} for text in ("", "  ", "<image> b")]
+    entries += [{"audio_filepath": "half.flac", "text": "half"}]
+    told = convert(lines(tmp_path / "m.json", entries), tmp_path / "out", "--on-error", "skip")
+    assert "Skipped 2 samples:" in told
+    assert "line 4: `text` has '<image>', which is a place for media in conversations" in told
+    assert "line 5: " in told
+    assert "is cut off" in told
+    assert "2 samples with an empty answer" in told
+    assert [said(one)[1].strip() for one in delivered(tmp_path / "out")] == ["a", "", ""]

@@ -441,11 +441,11 @@ def test_commands_know_tables(folder: Path, tmp_path: Path) -> None:
 
 def test_lint_names_rows(tmp_path: Path) -> None:
     images = [{"bytes": picture(n)[: 60 if n == 2 else None], "path": None} for n in range(5)]
-    rows = {"image": images, "caption": ["0", "1", "2", None, "4"]}
+    rows = {"image": images, "question": ["0", "1", "2", None, "4"], "answer": ["a", "b", "c", "d", "e"]}
     parquet.write_table(arrow.table(rows), tmp_path / "x.parquet")
     output = refusal_of("lint", tmp_path / "x.parquet")
     assert "000000002" in output
-    assert "row 3: `caption` is null, but the field `caption` is str." in output
+    assert "row 3: `question` is null, but the field `context` is str." in output
     assert "name another column in the field map of .nv-meta/dataset.yaml." in output
     assert "--on-error" not in output
 
