@@ -79,7 +79,7 @@ class ShardRecord:
     `media` are rows of the table of media metadata (`format/media.py`); `fields` gives each field of the sample type
     the accesses (`format/field_map.py`) that its samples used; `skipped` says of each skipped sample why, `num_failed`
     of them failed, the others were not wanted; `size` is in bytes; `made_of` identifies the input; `num_rejected`
-    answers were not taken because others are preferred to them; `empty` names samples with an empty answer; `needed`
+    answers were not taken because others are preferred to them; `doubts` names samples by what is odd in them; `needed`
     says which packages would open images that cannot be opened; `checksums` are encoded, empty if not asked for.
     """
 
@@ -91,7 +91,7 @@ class ShardRecord:
     made_of: str = ""
     num_failed: int = 0
     num_rejected: int = 0
-    empty: list[str] = field(default_factory=list)
+    doubts: dict[str, list[str]] = field(default_factory=dict)
     needed: list[str] = field(default_factory=list)
     checksums: bytes = b""
 
@@ -99,7 +99,7 @@ class ShardRecord:
         """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
         scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
-        seldom = ("num_failed", "num_rejected", "empty", "needed")
+        seldom = ("num_failed", "num_rejected", "doubts", "needed")
         plain |= {name: one for name in seldom if (one := getattr(self, name))}
         plain |= {"checksums": base64.b64encode(self.checksums).decode()} if self.checksums else {}
         plain |= {"keys": scan.keys, "part_names": scan.part_names}

@@ -47,7 +47,6 @@ from energon_bridge.tools.convert.finish import (
     RECORDS,
     Converted,
     by_number,
-    doubtful,
     finish_dataset,
     is_whole,
     load_record,
@@ -304,7 +303,8 @@ def _make_shard(
             written = dict(content)
             doubts = _of_conversation(written.get("json", b"")) if options.layout.is_crude else set()
             place = sample.where if doubts else f"{sample.where} (key {sample.key})"
-            shard.record.empty += [doubtful(place, doubt) for doubt in sorted(doubts or _of_texts(written, fields))]
+            for doubt in sorted(doubts or _of_texts(written, fields)):
+                shard.record.doubts.setdefault(doubt, []).append(place)
     except BaseException:
         shard.abort()
         raise

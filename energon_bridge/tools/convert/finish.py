@@ -57,15 +57,10 @@ class Converted:
     needed: tuple[str, ...] = ()
 
 
-def doubtful(place: str, doubt: Doubt) -> str:
-    """Return the entry of a shard's record for a sample with a doubtful text: of an empty one, its place alone."""
-    return place if doubt == "blank" else f"{place}\t{doubt}"
-
-
 def _places(records: Mapping[str, ShardRecord], doubt: Doubt) -> tuple[str, ...]:
     """Return the places of the samples with a doubt, in their order."""
-    entries = (entry.partition("\t") for record in records.values() for entry in record.empty)
-    return tuple(sorted((place for place, _, said in entries if (said or "blank") == doubt), key=by_number))
+    places = (place for record in records.values() for place in record.doubts.get(doubt, ()))
+    return tuple(sorted(places, key=by_number))
 
 
 def by_number(message: str) -> list[str | int]:
