@@ -201,7 +201,7 @@ def test_sizes_hashes_and_duplicates(tmp_path: Path) -> None:
     assert duplicates(root) == [3, 2]
     assert "5 samples in 2 groups of equal ones, the largest has 3" in energon("columns", "duplicates", root).output
     listed = answer("columns", "list", root)
-    assert [one["name"] for one in listed] == ["bytes", "hash", "height", "width"]
+    assert [one["name"] for one in listed] == ["bytes", "hash", "height", "media_hash", "width"]
     assert "column:       hash, hash of the content" in energon("info", root).output
     output_of("columns", "remove", root, "hash")
     assert "no column 'hash'" in energon("columns", "duplicates", root).output.replace("\n", " ")
