@@ -83,7 +83,7 @@ def test_what_hangs_is_named_without_its_contents(hook: str, data: Path, caplog:
     with caplog.at_level(logging.ERROR, logger="energon_bridge"):
         drain(loader)
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert 2 <= len(messages) <= 3  # after 0.2 and 0.4 seconds
+    assert 2 <= len(messages) <= 6  # after 0.2 and 0.4 seconds; where the machine is busy, after 0.8 and more
     for message in messages:
         assert re.match(r"rank 0, unit [01]: a microbatch has been in the making for 0\.\d s", message)
         assert re.search(rf"  {hook} of ", message)
