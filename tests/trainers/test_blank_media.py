@@ -21,10 +21,7 @@ from forked import become_rank, free_port, on_gloo, run_forked
 from made import made_once
 from processors import called, conversation, planned
 from test_any_model import MODELS, ONE_QUESTION, REFUSED_PACKS, made, text_alone
-from test_model_inputs import (
-    model as floats_model,
-    one_thread,  # noqa: F401 - it runs by itself
-)
+from test_model_inputs import model as floats_model
 from test_step_loss import arguments_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

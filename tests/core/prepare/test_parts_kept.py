@@ -124,7 +124,7 @@ def test_a_target_is_in_front_of_its_link(tmp_path: Path) -> None:
     """As tarfile and GNU tar have it; the message says so."""
     tar(tmp_path / "in/s.tar", *REFUSED["a target that comes later"][0])
     message = refused("prepare", tmp_path / "in", *FLAGS)
-    assert "s.tar: '1.jpg' is a hard link to '2.jpg', which is not in front of it in this tar. Write the tar" in message
+    assert "s.tar: '1.bin' is a hard link to '2.bin', which is not in front of it in this tar. Write the tar" in message
     assert "again with the files themselves: tar --hard-dereference." in message
 
 
@@ -161,25 +161,25 @@ def signed(data: bytes, name: bytes) -> bytes:
 A, B = ("1.txt", b"a"), ("2.txt", b"b")
 REFUSED: dict[str, tuple[list[Entry], str]] = {
     "a symbolic link": (
-        [("1.jpg", b"1"), A, ("2.jpg", LINK, "1.jpg"), B],
-        "'2.jpg' is a symbolic link to '1.jpg'. Write the tar again with the files themselves: tar --dereference.",
+        [("1.bin", b"1"), A, ("2.bin", LINK, "1.bin"), B],
+        "'2.bin' is a symbolic link to '1.bin'. Write the tar again with the files themselves: tar --dereference.",
     ),
-    "a symbolic link out": ([A, B, ("2.jpg", LINK, "../blobs/4f2a")], "'2.jpg' is a symbolic link to '../blobs/4f2a'."),
+    "a symbolic link out": ([A, B, ("2.bin", LINK, "../blobs/4f2a")], "'2.bin' is a symbolic link to '../blobs/4f2a'."),
     "a target that comes later": (
-        [A, ("1.jpg", HARD, "2.jpg"), ("2.jpg", b"2"), B],
-        "'1.jpg' is a hard link to '2.jpg'",
+        [A, ("1.bin", HARD, "2.bin"), ("2.bin", b"2"), B],
+        "'1.bin' is a hard link to '2.bin'",
     ),
-    "a target that is missing": ([A, ("1.jpg", HARD, "x.jpg"), B], "'1.jpg' is a hard link to 'x.jpg'"),
-    "a pipe": ([A, ("1.jpg", PIPE, ""), B], "'1.jpg' is a pipe, not a file."),
-    "a device": ([A, ("2.jpg", DEVICE, ""), B], "'2.jpg' is a device, not a file."),
+    "a target that is missing": ([A, ("1.bin", HARD, "x.bin"), B], "'1.bin' is a hard link to 'x.bin'"),
+    "a pipe": ([A, ("1.bin", PIPE, ""), B], "'1.bin' is a pipe, not a file."),
+    "a device": ([A, ("2.bin", DEVICE, ""), B], "'2.bin' is a device, not a file."),
     "a part twice": (
-        [("1.jpg", b"1"), A, ("1.jpg", b"other"), B],
-        "'1.jpg' is there twice in a row, with different content. Which one belongs to the sample? Unpacking keeps the "
+        [("1.bin", b"1"), A, ("1.bin", b"other"), B],
+        "'1.bin' is there twice in a row, with different content. Which one belongs to the sample? Unpacking keeps the "
         "last: keep the right one, and write the tar again.",
     ),
     "a link and a file of one name": (
-        [("1.jpg", b"1"), A, ("2.jpg", b"2"), ("2.jpg", HARD, "1.jpg"), B],
-        "'2.jpg' is there twice in a row, with different content.",
+        [("1.bin", b"1"), A, ("2.bin", b"2"), ("2.bin", HARD, "1.bin"), B],
+        "'2.bin' is there twice in a row, with different content.",
     ),
 }
 
