@@ -452,7 +452,10 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
     groups = groups_in(source, options.split_by) if options.split is not None and parts.count(",") else None
     if groups is not None:
         what = "speakers" if options.split_by is None else f"values of {options.split_by}"
-        parts += f", by {len({str(one) for one in groups if is_filled(one)}):,} {what}: none is in two splits"
+        named = [str(one) for one in groups if is_filled(one)]
+        parts += f", by {len({*named}):,} {what}: none is in two splits"
+        if alone := len(groups) - len(named):
+            parts += f" (but {count_of(alone, 'sample')} without one, dealt out by number)"
     click.echo(f"Split: {parts}" + f", as {told_by} says (--split-ratio gives another)" * bool(told_by))
     if groups is None and options.split is not None:
         for column, count in parted_groups(source, [*split_numbers(len(source), options.split).values()]):

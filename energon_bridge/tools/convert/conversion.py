@@ -63,12 +63,7 @@ from energon_bridge.tools.convert.options import (
 from energon_bridge.tools.convert.rows import Layout, Source, contents_of, first_rows, named_otherwise
 from energon_bridge.tools.convert.scaling import reencoded
 from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, sample_at, segments_of, shards_of_plan
-from energon_bridge.tools.convert.shards import (
-    PartsFolder,
-    ShardFile,
-    partial_path,
-    writing,
-)
+from energon_bridge.tools.convert.shards import PartsFolder, ShardFile, num_unread, partial_path, writing
 from energon_bridge.tools.convert.tars import equal_keys
 
 
@@ -276,9 +271,13 @@ def _make_shard(
     made_of = digest.hexdigest()
     there = load_record(root, job.shard)
     kept = there is not None and there.made_of == made_of and is_whole(root, job.shard, there)
+    before = record_before(root, job.shard)
+    if there is not None and options.skip_errors and (before is None or overwrite):
+        kept = kept and not num_unread(
+            there
+        )  # an earlier run, which did not skip, may have stored what cannot be opened
     if there is not None and kept and (find_only or options.skip_errors or not there.num_failed):
         return True, there.skipped
-    before = record_before(root, job.shard)
     if before is not None and before.made_of != made_of and not overwrite:
         raise ConfigurationError(f"{root}: {job.shard} {_change(before, job)}. {_REPLACING}")
     if find_only:

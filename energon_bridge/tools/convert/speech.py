@@ -41,7 +41,17 @@ from energon_bridge.models.conversations.questions import template_columns, with
 from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import CONVERSATIONS, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
-from energon_bridge.tools.convert.rows import FileRef, Layout, Row, RowSample, Source, located, media_file, shown
+from energon_bridge.tools.convert.rows import (
+    FileRef,
+    Layout,
+    Row,
+    RowSample,
+    Source,
+    is_filled,
+    located,
+    media_file,
+    shown,
+)
 from energon_bridge.tools.convert.splits import folder_split, part_order
 
 TRANSCRIPTS = ".trans.txt"
@@ -160,7 +170,7 @@ class SpeechSource(TableSource):
         prompt: str,
         *,
         names: tuple[str, str] = _NAMES[0],
-        speakers: Sequence[str] | None = None,
+        speakers: Sequence[str | None] | None = None,
     ) -> None:
         super().__init__(path, entries, media, kind)
         self.prompt = prompt
@@ -172,10 +182,10 @@ class SpeechSource(TableSource):
     def groups(self) -> Sequence[object] | None:
         """The speaker of each entry, so that none is in two splits; None: unknown, or it is one."""
         found: Sequence[object] | None = self._speakers
-        columns = [name for name in _SPEAKERS if all(entry.get(name) for entry in _first(self.entries))]
+        columns = [name for name in _SPEAKERS if any(entry.get(name) for entry in _first(self.entries))]
         if found is None and columns:
             found = list(self.column(columns[0]))
-        return found if found is not None and len({*map(str, found)}) > 1 else None
+        return found if found is not None and len({str(one) for one in found if is_filled(one)}) > 1 else None
 
     def _row(self, entry: Mapping[str, Any], where: str) -> Row:
         with located(where):
@@ -365,7 +375,7 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
     speakers = None
     if (folder / "utt2spk").exists():
         told = dict(_lines(folder / "utt2spk"))
-        speakers = [told.get(name, name) for name in places]
+        speakers = [told.get(name) for name in places]
     source = SpeechSource(folder / listed, found, media, "Kaldi folder", prompt, speakers=speakers)
     if rest := len(texts.keys() - places.keys()):
         source.left_out += (f"texts of {rest:,} utterance{'s' * (rest > 1)} that {listed} does not list",)

@@ -754,3 +754,25 @@ def test_keys_of_columns_stay_when_rows_are_inserted(tmp_path: Path, key: str) -
     refused = refusal_of("convert", source, tmp_path / "out", "--field", "__key__=product_id")
     assert "line 1 and" in refused
     assert "have one key, 's2'" in refused
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_what_an_earlier_run_stored_is_left_out_when_asked(tmp_path: Path, is_finished: bool) -> None:
+    """A run with --on-error skip writes shards again that have media which cannot be opened."""
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    rows = [{"image": name, "caption": f"picture {name[0]}"} for name in ("a.png", "b.png")]
+    source = tmp_path / "list.jsonl"
+    missing = [] if is_finished else [{"image": "c.png", "caption": "c"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *missing]))
+    out = tmp_path / "out"
+    flags = ("--split-ratio", "1,0,0", "--samples-per-shard", "2")
+    if is_finished:
+        assert "1 image cannot be opened" in convert(source, out, *flags)
+        flags += ("--overwrite",)
+    else:
+        assert "c.png" in refused(source, out, *flags)
+    told = convert(source, out, *flags, "--on-error", "skip")
+    assert re.search(r"list.jsonl, line 2: 000000001\.\w+: not an image", told)
+    assert "cannot be opened: energon lint" not in told
+    assert sum(read_info(open_store(out)).shard_counts.values()) == 1

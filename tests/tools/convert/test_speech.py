@@ -419,6 +419,31 @@ def test_no_speaker_is_in_two_splits(tmp_path: Path, form: str) -> None:
     assert texts == {text for _, text, _ in found}
 
 
+@pytest.mark.parametrize("form", ["kaldi", "tsv", "nemo"])
+def test_samples_without_a_speaker_are_told(tmp_path: Path, form: str) -> None:
+    """They are dealt out one by one, and may be of any speaker: the promise is for the others."""
+    source = folder = tmp_path / "data"
+    found = list(utterances(folder, 4, 5))
+    flags: tuple[str, ...] = ()
+    if form == "kaldi":
+        (folder / "wav.scp").write_text("".join(f"u{n} {path}\n" for n, (path, _, _) in enumerate(found)))
+        (folder / "text").write_text("".join(f"u{n} {text}\n" for n, (_, text, _) in enumerate(found)))
+        told = [f"u{n} {name}\n" for n, (_, _, name) in enumerate(found) if n % 5]
+        (folder / "utt2spk").write_text("".join(told))
+    elif form == "tsv":
+        source = folder / "validated.tsv"
+        rows = [f"{name if n % 5 else ''}\t{path}\t{text}\n" for n, (path, text, name) in enumerate(found)]
+        source.write_text("".join(["client_id\tpath\tsentence\n", *rows]))
+    else:
+        entries = [
+            {"audio_filepath": path, "text": text, "speaker": name if n % 5 else None}
+            for n, (path, text, name) in enumerate(found)
+        ]
+        source, flags = lines(folder / "manifest.jsonl", entries), ("--split-by", "speaker")
+    told = output_of("convert", source, tmp_path / "out", "--split-ratio", "1,1,0", "--no-progress", *flags)
+    assert f"by 4 {'values of speaker' if flags else 'speakers'}: none is in two splits (but 4 samples without" in told
+
+
 def test_speakers_stay_in_their_split_when_a_list_grows(tmp_path: Path) -> None:
     found = list(utterances(tmp_path, 8, 3))
     flags = ("--split-ratio", "2,1,0", "--no-progress")
