@@ -332,7 +332,7 @@ def read_image(data: bytes) -> ImageMetadata:
     header = plain_jpeg(data)
     if header is not None:
         return header
-    from PIL import Image  # the command line starts without it
+    from PIL import Image, UnidentifiedImageError  # the command line starts without it
 
     image_format = format_by_head(data[:HEAD_BYTES])
     load_codec("" if image_format is None else image_format.codec)
@@ -344,6 +344,8 @@ def read_image(data: bytes) -> ImageMetadata:
                 return ImageMetadata(
                     width=width, height=height, format=image.format or "UNKNOWN", mode=image.mode or "UNKNOWN"
                 )
+    except UnidentifiedImageError as error:  # whose message is the place of a Python object
+        raise DecodeError(f"not an image that Pillow can read: its {len(data):,} bytes begin as none") from error
     except Exception as error:  # codecs raise anything
         raise DecodeError(f"not an image that Pillow can read: {type(error).__name__}: {error}") from error
 

@@ -537,7 +537,7 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         click.echo(f"Left out {count_of(done.num_rejected, 'rejected answer')} of samples with a preferred one.")
     if done.num_reused:
         click.echo(f"Unchanged: {count_of(done.num_reused, 'shard')}.")
-    _report_doubtful(out, done, options.layout)
+    _report_doubtful(out, done, options)
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     _report_next(out, done, options.layout)
@@ -552,14 +552,14 @@ def _report_grown(out: Path, added: int) -> None:
         click.echo(f"Mixes that use its columns ({names}) stop until you add these again: energon columns add {out} …")
 
 
-def _report_doubtful(out: Path, done: Converted, layout: Layout) -> None:
+def _report_doubtful(out: Path, done: Converted, options: ConvertOptions) -> None:
     """Print which samples were skipped or say nothing, and which files cannot be opened."""
     count = count_of(len(done.empty), "sample")
-    if layout.is_crude:
+    if options.layout.is_crude:
         empty = f"{count} with an empty answer, from which a model learns to say nothing"
         remedy = 'to leave one out, take it out of the list, or give its turn "weight": 0'
     else:
-        what = "caption" if "caption" in layout.fields else "text or answer"
+        what = "caption" if "caption" in options.layout.fields else "text or answer"
         empty = f"{count} with an empty {what}: training skips and counts those that have no text to learn"
         remedy = "an encoder of your own gets them; to leave one out, take it out of the source"
     for many, title, rest in (
@@ -588,7 +588,8 @@ def _report_doubtful(out: Path, done: Converted, layout: Layout) -> None:
         each = (done.num_unread_images, "image"), (others, "video or sound file")
         said = " and ".join(f"{count_of(count, noun)} cannot be opened" for count, noun in each if count)
         needs = [*done.needed, *["PyAV: pip install 'energon-bridge[video]'"] * (others and find_spec("av") is None)]
-        click.echo(f"{said}: energon lint {out} names them. --overwrite --on-error skip leaves them out.")
+        remedy = "" if options.skip_errors else " --overwrite --on-error skip leaves them out."
+        click.echo(f"{said}: energon lint {out} names them.{remedy}")
         for one in needs:
             click.echo(f"  Some may need a package. {one}, then energon prepare-media {out}")
 

@@ -80,6 +80,10 @@ def test_convert_names_the_package_of_images_with_another_extension(tmp_path: Pa
     ]
     again = output_of("convert", folder, tmp_path / "out", *options, "--overwrite")  # takes the shards over
     assert HEIC_EXTRA in again
+    kept = output_of("convert", folder, tmp_path / "out", *options, "--overwrite", "--on-error", "skip")
+    assert "2 images cannot be opened" in kept  # a package would open them; the broken one is left out
+    assert "Skipped 1 sample" in kept
+    assert "leaves them out" not in kept
 
 
 def test_only_the_samples_themselves_are_left_out(tmp_path: Path) -> None:
