@@ -22,8 +22,9 @@ from energon_bridge.tools.convert.rows import LOOKED_AT, Source, first_rows, is_
 
 _LOOKED_AT = 10_000
 _NAMES = re.compile(
-    r"(?!.*(class|categor|label|lang|type|dataset|source|split))(.*[-_ ])?(u?id|uuid|sku|speaker|spk|patient|subject|"
-    r"person|user|client|author|product|article|item|object|scene|session|recording|series|study|group|family)"
+    r"(?!.*(class|category|categories|label|lang|type|dataset|source|split))"
+    r"(.*[-_ ])?(u?id|uuid|sku|speaker|spk|patient|subject|person|user|client|author|product|article|item|object|scene|"
+    r"session|recording|series|study|group|family)"
     r"([-_ ]?(u?id|key|name|no|nr|number))?"
 )
 """Columns by whose values rows may belong together: what has an id, not what sorts rows into a few kinds."""
