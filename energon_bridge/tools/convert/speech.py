@@ -6,7 +6,7 @@
     FOLDER/wav.scp             `RECORDING PATH`; a command (`… |`) is never run
     FOLDER/segments            `UTTERANCE RECORDING BEGIN END`; without it, recordings are utterances
     FOLDER/text                `UTTERANCE WORDS…`
-    FOLDER/utt2spk             `UTTERANCE SPEAKER`; no speaker is in two splits then
+    FOLDER/utt2spk             `UTTERANCE SPEAKER`; no speaker that it names is in two splits
 
 The question is the same for all, the answer is the text. A sound with an `offset` becomes a file of its own, FLAC: only
 that part of the recording is decoded and copied, sample by sample as it is; samples of more than 16 bits stay 24, and
