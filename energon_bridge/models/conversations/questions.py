@@ -79,7 +79,7 @@ _METADATA = frozenset(
         *("meta", "metadata", "format", "size", "skill", "skills", "group", "extra_info", "img_type"),
         *("topic_difficulty", "question_concept", "concept", "comment_count", "country", "state", "city", "email"),
         *("original_question", "semantic", "semantic_str", "program", "groups", "types", "annotations", "entailed"),
-        *("duration", "equivalent", "operation", "operation/reasoning", "answer_from", "ocr", "ocr_info"),
+        *("speaker", "duration", "equivalent", "operation", "operation/reasoning", "answer_from", "ocr", "ocr_info"),
         *("image_classes", "metamap_phrases", "language_code", "lang_code", "country_code", "width", "height"),
     )
 )

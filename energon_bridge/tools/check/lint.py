@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -58,6 +58,7 @@ from energon_bridge.models.conversations.segments import changes_beside
 from energon_bridge.models.conversations.turns import LEARNED, Doubt, doubts_of, doubts_of_turns
 from energon_bridge.models.conversations.withheld import fault_of_verdict, held_out_by
 from energon_bridge.tools.convert.conversations import is_conversation
+from energon_bridge.tools.convert.group_splits import note_groups
 
 _READ_AHEAD = 8 << 20
 """Bytes of samples that are read at once."""
@@ -120,6 +121,7 @@ class ShardReport:
     `silent`, `cancelled` and `loud` of those with an odd sound (`Doubt` of `models/families/sound.py`).
     Of samples of a field map: `rejected` of those that their JSON says annotators rejected, `held_out` of those that it
     says are for tests, where others of the shard are not, `changed` of those whose media it says are turned or faster.
+    `groups` are the speakers, products and the like that samples name, by column.
     """
 
     shard: str
@@ -138,6 +140,7 @@ class ShardReport:
     rejected: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    groups: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 def lint_parts(
@@ -204,11 +207,12 @@ def lint_splits(path: str, *, split_config: str, dataset_config: str) -> tuple[l
 
 def lint_mix(
     path: str, *, split_parts: tuple[str, ...] = (), trust_remote_code: bool = False
-) -> tuple[list[PreparedDataset], list[Problem], list[str]]:
+) -> tuple[list[tuple[PreparedDataset, list[str]]], list[Problem], list[str]]:
     """Open all datasets of the splits of a metadataset file (default: all splits), and look up its joins.
 
-    Returns each split part of a dataset once, whole, without the subsets and filters of the mix, the joins that fail,
-    and what is doubtful in split files. Raises the errors of `open_dataset` and of metadatasets.
+    Returns each split part of a dataset once, whole, without the subsets and filters of the mix, with the splits of the
+    mix that have it, the joins that fail, and what is doubtful in split files. Raises the errors of `open_dataset` and
+    of metadatasets.
     """
     from energon_bridge.core.format.join import find_rows
     from energon_bridge.core.mix import DatasetOpener, JoinRef, LeafRef, load_mix, metadataset_splits, resolve_path
@@ -217,7 +221,7 @@ def lint_mix(
     path = resolve_path(path, base=os.getcwd(), where="PATH")
     doubts: dict[str, None] = {}
     opener = DatasetOpener(trust_remote_code=trust_remote_code, warn=lambda _: None)
-    datasets: dict[tuple[str, str], PreparedDataset] = {}
+    datasets: dict[tuple[str, str], tuple[PreparedDataset, list[str]]] = {}
     problems: list[Problem] = []
 
     def take(ref: LeafRef) -> PreparedDataset:
@@ -229,7 +233,9 @@ def lint_mix(
             problems.extend(one for one in wrong if one not in problems)
         if isinstance(dataset, ForeignDataset) and not ref.filters:
             doubts.update(dict.fromkeys(dataset.withheld.values()))
-        return datasets.setdefault((dataset.path, dataset.split_part), dataset)
+        dataset, of_splits = datasets.setdefault((dataset.path, dataset.split_part), (dataset, []))
+        of_splits += [split] * (split not in of_splits)
+        return dataset
 
     all_splits = metadataset_splits(path)
     for split in split_parts or all_splits:
@@ -369,6 +375,7 @@ class _ShardCheck:
         self._changed: list[str] = []
         self._turned: list[str] = []
         self._unopened: list[str] = []
+        self._groups: dict[str, set[str]] = {}
         self._sounds: dict[str, list[str]] = {"silent": [], "cancelled": [], "loud": []}
 
     def report(self, error: Exception, key: str | None = None, part: str | None = None) -> None:
@@ -411,6 +418,7 @@ class _ShardCheck:
             self._num_checked += 1
             try:
                 entry = parse_line(data)
+                note_groups(entry, self._groups)
                 self._note_doubts(str(index), _doubts_in({PART: entry}))
                 self._cook({"__key__": str(index), PART: entry})
             except EnergonError as error:
@@ -496,6 +504,8 @@ class _ShardCheck:
                 decoded[part], odd = self._decode(part, data) if isinstance(data, memoryview) else (data, None)
                 if odd is not None:
                     self._sounds[odd].append(key)
+                if isinstance(content := decoded[part], Mapping):
+                    note_groups(content, self._groups)
             except (EnergonError, ImportError) as error:
                 self.report(error, key=key, part=part)
         return decoded
@@ -551,6 +561,7 @@ class _ShardCheck:
             rejected=(*self._rejected,),
             held_out=(*self._held_out[True],) if len(self._held_out) > 1 else (),
             changed=(*self._changed,),
+            groups={name: frozenset(values) for name, values in self._groups.items()},
         )
 
 

@@ -431,7 +431,10 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
     looked_at = first_rows(source) if source.kind not in _KEPT else []
     if layout.key is not None:
         click.echo(f"  keys from {layout.key}")
-    told = unused(looked_at, layout, template_columns(getattr(source, "prompt", None) or layout.key or ""))
+    is_dealt = options.split is not None and sum(bool(ratio) for _, ratio in options.split.ratios) > 1
+    groups = groups_in(source, options.split_by) if is_dealt else None
+    by = [options.split_by or getattr(source, "grouped_by", None) or ""] * (groups is not None)
+    told = unused(looked_at, layout, [*template_columns(getattr(source, "prompt", None) or layout.key or ""), *by])
     for what, names in told:
         click.echo(f"  {what}: {', '.join(names)}")
     for medium, names in media_order(looked_at, layout):
@@ -449,19 +452,17 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:
         parts = ", ".join(f"{name} {float(ratio):g}" for name, ratio in options.split.ratios if ratio)
-    groups = groups_in(source, options.split_by) if options.split is not None and parts.count(",") else None
     if groups is not None:
         what = "speakers" if options.split_by is None else f"values of {options.split_by}"
         named = [str(one) for one in groups if is_filled(one)]
         parts += f", by {len({*named}):,} {what}: none is in two splits"
         if alone := len(groups) - len(named):
             parts += f" (but {count_of(alone, 'sample')} without one, dealt out by number)"
-    click.echo(f"Split: {parts}" + f", as {told_by} says (--split-ratio gives another)" * bool(told_by))
-    if groups is None and options.split is not None:
-        for column, count in parted_groups(source, [*split_numbers(len(source), options.split).values()]):
-            click.echo(
-                f"  {count_of(count, 'value')} of {column} in several splits: --split-by {column} keeps each in one"
-            )
+    column = told_by.partition("the column ")[2] if told_by and "," in parts else ""  # of one part, ratios do alone
+    ignored = f" --ignore {column}" * bool(column)
+    click.echo(f"Split: {parts}" + f", as {told_by} says (--split-ratio{ignored} gives another)" * bool(told_by))
+    if groups is None:
+        _show_parted(source, options.split, ignored)
     if options.reencodes:
         click.echo("Sizes are before scaling images down.")
     for number in range(min(_SHOWN, len(source))):
@@ -477,6 +478,19 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         values = source.row(number).values
         if values:
             click.echo("  " + str(shorten(values)))
+
+
+def _show_parted(source: Source, rule: SplitRule | None, ignored: str) -> None:
+    """Print which speakers, products and the like are in several splits, and what keeps each in one."""
+    if rule is None:
+        numbers = np.split(np.arange(len(source)), np.cumsum([count for _, count in source.split_parts])[:-1])
+    else:
+        numbers = [*split_numbers(len(source), rule).values()]
+    for column, count in parted_groups(source, numbers, are_told=rule is None):
+        remedy = f"--split-by {column} keeps each in one"
+        if rule is None:
+            remedy = f"to deal them out anew, each to one: --split-ratio 9,1,0 --split-by {column}{ignored}"
+        click.echo(f"  {count_of(count, 'value')} of {column} in several splits: {remedy}")
 
 
 def _asked_fields(described: Sequence[tuple[str, bool, str]], proposed: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from typing import Any
 
 import click
@@ -156,24 +157,28 @@ def command(
         raise ConfigurationError("--task checks shards: run --encoder, --processor and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
     problems = _Problems(quiet=as_json or excludes)
-    datasets, empty = _opened(path, parts, dataset_config, split_config, problems, trust=trust_remote_code)
+    opened, empty = _opened(path, parts, dataset_config, split_config, problems, trust=trust_remote_code)
+    datasets = [dataset for dataset, _ in opened]
     workers = choose_engine(engine, address, parallel)
     if deep and (bare := [dataset for dataset in datasets if not dataset.has_checksums]):
         raise ConfigurationError(
             f"{bare[0].path} has no checksums for --deep: energon prepare {bare[0].path} --checksums --force-overwrite"
         )
     checked = 0
-    for dataset in datasets:
+    groups: dict[str, dict[str, set[str]]] = {}
+    for dataset, of_splits in opened:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             checked += _check(
                 dataset,
                 problems,
                 advance,
+                [groups.setdefault(split, {}) for split in of_splits],
                 workers=workers,
                 task=one_task,
                 deep=deep,
                 cooks=encodes is None,
             )
+    _warn_of_groups(groups, problems)
     if encodes is not None:
         splits = _splits(path, datasets, parts)
         made = encoder_of_model(processor) if processor is not None else load_encoder(encoder)
@@ -203,8 +208,11 @@ def command(
 
 def _opened(
     path: str, parts: tuple[str, ...], dataset_config: str, split_config: str, problems: _Problems, *, trust: bool
-) -> tuple[list[PreparedDataset], list[str]]:
-    """Return the split parts to check, and the names of the empty ones; what is wrong with their files is a problem."""
+) -> tuple[list[tuple[PreparedDataset, list[str]]], list[str]]:
+    """Return the split parts to check, with the splits that have them, and the names of the empty ones.
+
+    What is wrong with their files is a problem.
+    """
     empty: list[str] = []
     if path.endswith(".yaml"):
         if (dataset_config, split_config) != ("dataset.yaml", "split.yaml"):
@@ -213,13 +221,14 @@ def _opened(
             )
         datasets, failed, doubts = lint_mix(path, split_parts=parts, trust_remote_code=trust)
     else:
-        datasets, empty = lint_parts(
+        parts_of_one, empty = lint_parts(
             path,
             split_parts=parts,
             split_config=split_config,
             dataset_config=dataset_config,
             trust_remote_code=trust,
         )
+        datasets = [(one, [one.split_part]) for one in parts_of_one]
         failed, doubts = lint_splits(path, split_config=split_config, dataset_config=dataset_config)
     for doubt in doubts:
         problems.warn(doubt)
@@ -234,6 +243,7 @@ def _check(
     dataset: PreparedDataset,
     problems: _Problems,
     advance: Callable[[int, int], object],
+    groups: list[dict[str, set[str]]],
     *,
     workers: Workers,
     task: Task | None,
@@ -251,6 +261,9 @@ def _check(
             keys += [f"{report.shard}/{key}" for key in getattr(report, name)]
         for problem in report.problems:
             problems.add(problem)
+        for name, values in report.groups.items():
+            for of_split in groups:
+                of_split.setdefault(name, set()).update(values)
         advance(number, count)
     for name, keys in surprises.items():
         if keys:
@@ -259,6 +272,17 @@ def _check(
             samples = count_of(len(keys), "sample")
             problems.warn(f"{where}: {samples} with {what}; the first is {keys[0]}. {remedy}")
     return checked
+
+
+def _warn_of_groups(groups: dict[str, dict[str, set[str]]], problems: _Problems) -> None:
+    """Warn of speakers, products and the like that several splits have: a model is tested on what it has learned."""
+    for (split, of_one), (other, of_other) in combinations(groups.items(), 2):
+        for name in sorted(of_one.keys() & of_other.keys()):
+            if shared := of_one[name] & of_other[name]:
+                problems.warn(
+                    f"{count_of(len(shared), 'value')} of {name} in {split} and in {other}, such as {min(shared)!r}. "
+                    f"To have none in both, convert all of it at once, with --split-ratio 9,1,0 --split-by {name}."
+                )
 
 
 def _find_duplicates(datasets: list[PreparedDataset], problems: _Problems, workers: Workers) -> None:

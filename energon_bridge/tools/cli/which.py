@@ -177,7 +177,7 @@ def _datasets(path: str, options: dict[str, Any]) -> list[PreparedDataset]:
     parts = (options["split_part"],) if options["split_part"] else ()
     trust = options["trust_remote_code"]
     if path.endswith((".yaml", ".yml")):
-        return lint_mix(path, split_parts=parts, trust_remote_code=trust)[0]
+        return [dataset for dataset, _ in lint_mix(path, split_parts=parts, trust_remote_code=trust)[0]]
     files = {name: options[name] for name in ("split_config", "dataset_config")}
     return lint_parts(path, split_parts=parts, trust_remote_code=trust, **files)[0]
 

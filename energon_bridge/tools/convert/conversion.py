@@ -18,12 +18,15 @@ import hashlib
 import json
 import os
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -31,6 +34,7 @@ from energon_bridge.core.errors import ConfigurationError, SampleError, SkipSamp
 from energon_bridge.core.format.field_map import FieldMap
 from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path
 from energon_bridge.core.format.parallel import Progress, Task, Workers, map_shards, unseen
+from energon_bridge.core.format.tar_index import ShardScan
 from energon_bridge.core.prepare.indexing import ShardRecord
 from energon_bridge.core.storage import open_store
 from energon_bridge.models.conversations.turns import (
@@ -63,7 +67,7 @@ from energon_bridge.tools.convert.options import (
 from energon_bridge.tools.convert.rows import Layout, Source, contents_of, first_rows, named_otherwise
 from energon_bridge.tools.convert.scaling import reencoded
 from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, sample_at, segments_of, shards_of_plan
-from energon_bridge.tools.convert.shards import PartsFolder, ShardFile, num_unread, partial_path, writing
+from energon_bridge.tools.convert.shards import PartsFolder, ShardFile, num_unread, partial_path, record_path, writing
 from energon_bridge.tools.convert.tars import equal_keys
 
 
@@ -278,10 +282,11 @@ def _make_shard(
         )  # an earlier run, which did not skip, may have stored what cannot be opened
     if there is not None and kept and (find_only or options.skip_errors or not there.num_failed):
         return True, there.skipped
-    if before is not None and before.made_of != made_of and not overwrite:
-        raise ConfigurationError(f"{root}: {job.shard} {_change(before, job)}. {_REPLACING}")
     if find_only:
         return None
+    was_other = before is not None and before.made_of != made_of and not overwrite
+    if before is not None and was_other and not before.skipped:
+        _check_keys_stay(root, job.shard, before, [sample.key for sample in job.samples])
     checksums = options.checksums or has_checksums(open_store(root))  # of a source that grew, the new ones too
     shard = ShardFile(parts / job.shard, media=options.media, checksums=checksums, strict=options.skip_errors)
     try:
@@ -293,6 +298,8 @@ def _make_shard(
                 shard.add(sample.key, content, fields)
             except (SourceError, SampleError, SkipSample) as error:
                 message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
+                if was_other and not options.skip_errors and not isinstance(error, SkipSample):
+                    raise SourceError(f"{root}: {job.shard} cannot stay: {message} {_REPLACING}") from error
                 if not options.skip_errors and not isinstance(error, SkipSample):
                     raise stopped(message) from error
                 shard.record.skipped.append(message)
@@ -307,21 +314,54 @@ def _make_shard(
     except BaseException:
         shard.abort()
         raise
-    return False, shard.close(made_of=made_of).skipped
+    record = shard.close(made_of=made_of)
+    if before is not None and was_other and (root / job.shard).exists():
+        _keep_if_same(root, job, before, record)
+    return was_other, record.skipped
 
 
-def _change(before: ShardRecord, job: ShardJob) -> str:
-    """Return what is other in a shard than it was before."""
-    keys = [sample.key for sample in job.samples]
-    moved = (
-        [] if before.skipped else [(was, is_) for was, is_ in zip(before.scan.keys, keys, strict=False) if was != is_]
-    )
-    if moved:
-        return f"begins to differ at the key {moved[0][0]!r}, where {moved[0][1]!r} is now"
-    return (
-        "was made of other content: rows, or the content, time or path of files, have changed, or an earlier version "
-        "made it"
-    )
+def _check_keys_stay(root: Path, shard: str, before: ShardRecord, keys: Sequence[str]) -> None:
+    for was, now in zip_longest(before.scan.keys, keys):
+        if was != now:
+            place = "its end" if was is None else f"the key {was!r}"
+            there = "its end" if now is None else repr(now)
+            raise ConfigurationError(f"{root}: {shard} begins to differ at {place}, where {there} is now. {_REPLACING}")
+
+
+def _keep_if_same(root: Path, job: ShardJob, before: ShardRecord, after: ShardRecord) -> None:
+    """Remove the tar of a shard that was written again, for files that may only have another time; its record stays.
+
+    Raises ConfigurationError, and removes the record too, if it has other content than the one that is there.
+    """
+    new = root / PartsFolder.NAME / job.shard
+    try:
+        _check_keys_stay(root, job.shard, before, after.scan.keys)
+        with open(root / job.shard, "rb") as was, open(new, "rb") as now:
+            for number, key in enumerate(after.scan.keys):
+                parts, others = (_parts_in(file, of.scan, number) for file, of in ((was, before), (now, after)))
+                if parts != others:
+                    sample = next(one for one in job.samples if one.key == key)
+                    part = next(name for name in {**parts, **others} if parts.get(name) != others.get(name))
+                    file = dict(getattr(sample, "parts", ())).get(part)
+                    raise ConfigurationError(
+                        f"{root}: {job.shard} was made of other content: the part {part!r} of {key!r} has changed "
+                        f"({getattr(file, 'path', 'its row, or how this version writes it')}; {sample.where}). "
+                        f"{_REPLACING}"
+                    )
+    except ConfigurationError:
+        record_path(new).unlink()
+        raise
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _parts_in(file: BinaryIO, scan: ShardScan, number: int) -> dict[str, bytes]:
+    """Return the parts of a sample of a tar, as its record says where they lie."""
+    found = {}
+    for at in range(bisect_left(scan.part_samples, number), bisect_right(scan.part_samples, number)):
+        file.seek(scan.part_offsets[at])
+        found[scan.part_names[at]] = file.read(scan.part_sizes[at])
+    return found
 
 
 def _of_conversation(data: bytes) -> set[Doubt]:

@@ -8,7 +8,8 @@ added since is dealt out by what the parts lack.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -21,13 +22,29 @@ from energon_bridge.core.prepare.split import SplitRule
 from energon_bridge.tools.convert.rows import LOOKED_AT, Source, first_rows, is_filled, is_media_column
 
 _LOOKED_AT = 10_000
-_NAMES = re.compile(
-    r"(?!.*(class|category|categories|label|lang|type|dataset|source|split))"
-    r"(.*[-_ ])?(u?id|uuid|sku|speaker|spk|patient|subject|person|user|client|author|product|article|item|object|scene|"
-    r"session|recording|series|study|group|family)"
-    r"([-_ ]?(u?id|key|name|no|nr|number))?"
+_THINGS = (
+    "sku|speaker|spk|patient|subject|person|user|client|author|product|article|item|object|scene|session|recording|"
+    "series|study|group|family"
 )
+_OF_KINDS = "(?!.*(class|category|categories|label|lang|type|dataset|source|split))"
+_ENDING = "[-_ ]?(u?id|key|name|no|nr|number)"
+_NAMES = re.compile(rf"{_OF_KINDS}(.*[-_ ])?(u?id|uuid|{_THINGS})({_ENDING})?")
 """Columns by whose values rows may belong together: what has an id, not what sorts rows into a few kinds."""
+_OF_ALL = re.compile(rf"{_OF_KINDS}(.*[-_ ])?((speaker|spk|patient|client|sku)|({_THINGS}){_ENDING})")
+_MOST = 10_000
+_LONGEST = 100
+
+
+def note_groups(content: Mapping[str, Any], groups: dict[str, set[str]]) -> None:
+    """Add what a sample says of its speaker, product and the like, by the name of the column; at most 10,000 of each.
+
+    Columns that may number the rows of a dataset, or sort them into kinds, are left out: others have the same values.
+    """
+    for name, value in content.items():
+        if isinstance(value, str | int) and _OF_ALL.fullmatch(name.lower()) and value != "":
+            found = groups.setdefault(name, set())
+            if len(found) < _MOST and len(str(value)) <= _LONGEST:
+                found.add(str(value))
 
 
 def values_of(source: Source, column: str) -> Iterator[object]:
@@ -101,27 +118,31 @@ def _chosen(sizes: np.ndarray, wanted: float, later: int, there: int) -> list[in
     return chosen or ([int(sizes.argmin())] if not there and len(sizes) > later else [])
 
 
-def parted_groups(source: Source, parts: Sequence[np.ndarray]) -> list[tuple[str, int]]:
+def parted_groups(source: Source, parts: Sequence[np.ndarray], *, are_told: bool) -> list[tuple[str, int]]:
     """Return columns that look like groups, with how many of their values rows of several split parts share.
 
-    Of lists only, and of these the first rows; `parts` are the numbers of their samples in each part.
+    Of lists only, and of these the first rows of each part; `parts` are the numbers of their samples. If the lists tell
+    the parts (`are_told`), each may number its rows from 0, and name other files alike: such columns are left out.
     """
-    entries: Any = getattr(source, "entries", None)
-    if entries is None:
+    entry = getattr(source, "entry", None)
+    if entry is None:
         return []
-    names: dict[str, None] = {}
-    for number in range(min(LOOKED_AT, len(source))):
-        with suppress(SourceError):  # said when it is converted
-            names |= dict.fromkeys(entries.entry(number)[0])
+    of_parts = [list(_entries(entry, numbers[: _LOOKED_AT // len(parts)].tolist())) for numbers in parts]
     files = {name for row in first_rows(source) for name in row.named}
     found = []
-    for name in [one for one in names if one in files or is_media_column(one) or _NAMES.fullmatch(one.lower())]:
-        values = [
-            str(one) if is_filled(one) else ""
-            for one, _ in zip(values_of(source, name), range(_LOOKED_AT), strict=False)
-        ]
-        seen = [{values[n] for n in numbers.tolist() if n < len(values)} - {""} for numbers in parts]
+    for name in dict.fromkeys(name for some in of_parts for one in some[:LOOKED_AT] for name in one):
+        is_file = name in files or is_media_column(name)
+        if (are_told and is_file) or not (is_file or _NAMES.fullmatch(name.lower())):
+            continue
+        seen = [Counter(str(one[name]) for one in some if is_filled(one.get(name))) for some in of_parts]
         shared = {one for at, some in enumerate(seen) for one in some if any(one in other for other in seen[:at])}
-        if shared and len({*values}) > 2:
+        recurs = not are_told or any(count > 1 for some in seen for count in some.values())
+        if shared and recurs and len(set().union(*seen)) > 2:
             found.append((name, len(shared)))
     return found
+
+
+def _entries(read: Callable[[int], Mapping[str, Any]], numbers: Sequence[int]) -> Iterator[Mapping[str, Any]]:
+    for number in numbers:
+        with suppress(SourceError):  # said when it is converted
+            yield read(number)

@@ -126,6 +126,10 @@ class TableSource:
                     named[column] = names_of_files(value)
             return Row(where=where, values=values, files=files, named=named)
 
+    def entry(self, number: int) -> Mapping[str, Any]:
+        """Return a row as the list has it; raises SourceError."""
+        return self.entries.entry(number)[0]
+
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample to be read; raises SkipSample for one that is not preferred."""
         entry, where = self.entries.entry(number)
@@ -141,7 +145,7 @@ class TableSource:
         for number in range(len(self)):
             value = None
             with suppress(SourceError):  # said when it is converted
-                value = self.entries.entry(number)[0].get(name)
+                value = self.entry(number).get(name)
             yield value
 
     def propose(self) -> Layout:
@@ -191,7 +195,7 @@ class TableSource:
     def _entries_at(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         for number in numbers:
             with suppress(SourceError):  # said when it is converted
-                yield number, self.entries.entry(number)[0]
+                yield number, self.entry(number)
 
 
 _SPREAD = 1000

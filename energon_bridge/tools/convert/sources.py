@@ -6,10 +6,11 @@ import logging
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -273,6 +274,11 @@ class ListsSource:
         found = [getattr(source, "groups", None) or () for source in self._sources]
         return [name for names in found for name in names] if all(found) else None
 
+    @property
+    def grouped_by(self) -> str | None:
+        """Return the column of what the rows are kept together by."""
+        return next((by for one in self._sources if (by := getattr(one, "grouped_by", None))), None)
+
     @cached_property
     def late(self) -> tuple[int, ...]:
         """Return the rows with columns that the first rows of their list leave empty."""
@@ -286,6 +292,12 @@ class ListsSource:
     def column(self, name: str) -> Iterator[object]:
         """Yield the value of a column in each row of each list."""
         return (value for source in self._sources for value in values_of(source, name))
+
+    def entry(self, number: int) -> Mapping[str, Any]:
+        """Return a row as its list has it; raises SourceError."""
+        which, at = self._find(number)
+        source = self._sources[which]
+        return source.entry(at) if isinstance(source, TableSource) else {}
 
     def row(self, number: int) -> Row:
         """Return a row of one of the lists."""

@@ -156,7 +156,7 @@ def as_flac(samples: np.ndarray, rate: int) -> bytes:
 
 
 class SpeechSource(TableSource):
-    """Entries with a sound and its text, in columns of these names, as conversations; `speakers` are those of each.
+    """Entries with a sound and its text, in columns of these names, as conversations.
 
     `text` is the column of the texts.
     """
@@ -170,22 +170,23 @@ class SpeechSource(TableSource):
         prompt: str,
         *,
         names: tuple[str, str] = _NAMES[0],
-        speakers: Sequence[str | None] | None = None,
     ) -> None:
         super().__init__(path, entries, media, kind)
         self.prompt = prompt
         self._file, self.text = names
-        self._speakers = speakers
         self._is_named = False
+
+    @cached_property
+    def grouped_by(self) -> str | None:
+        """The column of the speakers; None: there is none."""
+        first = _first(self.entries)
+        return next((name for name in _SPEAKERS if any(entry.get(name) for entry in first)), None)
 
     @cached_property
     def groups(self) -> Sequence[object] | None:
         """The speaker of each entry, so that none is in two splits; None: unknown, or it is one."""
-        found: Sequence[object] | None = self._speakers
-        columns = [name for name in _SPEAKERS if any(entry.get(name) for entry in _first(self.entries))]
-        if found is None and columns:
-            found = list(self.column(columns[0]))
-        return found if found is not None and len({str(one) for one in found if is_filled(one)}) > 1 else None
+        found = [] if self.grouped_by is None else list(self.column(self.grouped_by))
+        return found if len({str(one) for one in found if is_filled(one)}) > 1 else None
 
     def _row(self, entry: Mapping[str, Any], where: str) -> Row:
         with located(where):
@@ -342,7 +343,8 @@ def open_librispeech(root: Path, media: Path | None, prompt: str) -> SpeechSourc
         for name, text in _lines(path):
             sounds = [sound for end in _SOUNDS if (sound := path.with_name(name + end)).exists()]
             file = os.path.relpath(sounds[0] if sounds else path.with_name(name + _SOUNDS[0]), root)
-            found.append(("" if part is None else part[0], {"id": name, _FILE: file, "text": text}))
+            entry = {"id": name, _FILE: file, "text": text, _SPEAKERS[0]: name.partition("-")[0]}
+            found.append(("" if part is None else part[0], entry))
     found.sort(key=lambda one: part_order(one[0]))
     parts = Counter(part for part, _ in found)
     if "" in parts and len(parts) > 1:
@@ -350,9 +352,7 @@ def open_librispeech(root: Path, media: Path | None, prompt: str) -> SpeechSourc
             f"{root}: the names of some folders tell a split (dev-clean), and of others none: rename them."
         )
     entries = ListedEntries(root, [entry for _, entry in found], unit="utterance", first=1, is_utf8=False)
-    speakers = [entry["id"].partition("-")[0] for _, entry in found]
-    where = root / f"*{TRANSCRIPTS}"
-    source = SpeechSource(where, entries, media, "LibriSpeech folder", prompt, speakers=speakers)
+    source = SpeechSource(root / f"*{TRANSCRIPTS}", entries, media, "LibriSpeech folder", prompt)
     source.split_parts = () if "" in parts else tuple(parts.items())
     return source
 
@@ -370,13 +370,11 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
         places = {name: _segment(rest, recordings) for name, rest in _lines(folder / "segments")}
     else:
         places = {name: {_FILE: path} for name, path in recordings.items()}
-    entries = [{"id": name, **place, "text": texts.get(name)} for name, place in places.items()]
+    told = dict(_lines(folder / "utt2spk")) if (folder / "utt2spk").exists() else {}
+    said_by = {name: {_SPEAKERS[0]: told[name]} for name in places if name in told}
+    entries = [{"id": name, **of, "text": texts.get(name), **said_by.get(name, {})} for name, of in places.items()]
     found = ListedEntries(folder, entries, unit="utterance", first=1, is_utf8=False)
-    speakers = None
-    if (folder / "utt2spk").exists():
-        told = dict(_lines(folder / "utt2spk"))
-        speakers = [told.get(name) for name in places]
-    source = SpeechSource(folder / listed, found, media, "Kaldi folder", prompt, speakers=speakers)
+    source = SpeechSource(folder / listed, found, media, "Kaldi folder", prompt)
     if rest := len(texts.keys() - places.keys()):
         source.left_out += (f"texts of {rest:,} utterance{'s' * (rest > 1)} that {listed} does not list",)
     return source

@@ -24,7 +24,7 @@ from energon_bridge.tools.convert.splits import SPLIT_ORDER, name_split, splits_
 class SplitRows:
     """The rows of a list, split by split; their keys are those of the list."""
 
-    def __init__(self, source: Source, parts: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, source: TableSource, parts: Mapping[str, Sequence[int]]) -> None:
         self.kind = source.kind
         self.where = source.where
         self.left_out = source.left_out
@@ -39,6 +39,10 @@ class SplitRows:
     def row(self, number: int) -> Row:
         """Return a row of the list."""
         return self._source.row(int(self._order[number]))
+
+    def entry(self, number: int) -> Mapping[str, Any]:
+        """Return a row as the list has it; raises SourceError."""
+        return self._source.entry(int(self._order[number]))
 
     def sample(self, number: int, layout: Layout) -> SourceSample:
         """Return a sample, not read yet, whose key is its number in the list."""
@@ -118,7 +122,7 @@ def _told_by_all(source: TableSource, taken: Collection[str]) -> Iterator[_Told 
     before: _Told | None = None
     for number in range(len(source)):
         with suppress(SourceError):
-            before = _told(source.entries.entry(number)[0], taken)
+            before = _told(source.entry(number), taken)
         yield before
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from keyed import ALL_TRAIN, TEXT
+from commands import output_of
+from keyed import ALL_TRAIN, CRUDE, TEXT, write_mix
 from tar_builder import tars_of, write_tar
 
 from energon_bridge.core.errors import EmptyDatasetError, UnknownSplitError
-from energon_bridge.core.prepare import parse_ratio, prepare_dataset
+from energon_bridge.core.prepare import parse_patterns, parse_ratio, prepare_dataset
 from energon_bridge.tools.check.dataset_summary import summarize_dataset
 from energon_bridge.tools.check.lint import lint_dataset, lint_parts
 from energon_bridge.tools.columns.making import add_column
@@ -133,3 +135,32 @@ def test_the_summary_counts_what_is_there(tars: Path):
     assert [(part.name, part.num_samples) for part in summary.parts] == [("train", 24), ("val", 3), ("test", 3)]
     assert not summary.has_key_index
     assert summary.sample_type == "none (no dataset.yaml)"
+
+
+def talks(folder: Path, **speakers: list[str]) -> Path:
+    """Write a dataset with a tar for each split part, whose samples are of these speakers."""
+    for part, names in speakers.items():
+        said = [{"speaker": name, "id": n, "subject": "maths", "text": name} for n, name in enumerate(names)]
+        folder.mkdir(exist_ok=True)
+        samples = {f"{part}{n}": {"json": json.dumps(one).encode()} for n, one in enumerate(said)}
+        write_shard(folder / f"{part}.tar", samples)
+    prepare_dataset(folder, split=parse_patterns([f"{part}:{part}.tar" for part in speakers]), dataset_yaml=CRUDE)
+    return folder
+
+
+def test_speakers_of_several_splits_are_told(tmp_path: Path):
+    """Of a dataset, and of a mix by its own splits; numbers of rows and kinds are equal anywhere, and say nothing."""
+    one = talks(tmp_path / "one", train=["anna", "bert", "carl"], val=["carl", "bert"])
+    talks(tmp_path / "other", train=["anna", "dora"])
+    remedy = "To have none in both, convert all of it at once, with --split-ratio 9,1,0 --split-by speaker."
+    assert f"2 values of speaker in train and in val, such as 'bert'. {remedy}" in output_of("lint", one)
+    mix = tmp_path / "mix.yaml"
+    for train, val, said in [
+        ({"path": "one", "split_part": "train"}, {"path": "other", "split_part": "train"}, "1 value of speaker"),
+        ({"path": "one", "split_part": "val"}, {"path": "other", "split_part": "train"}, ""),
+    ]:
+        write_mix(mix, train=train, val=val)
+        told = output_of("lint", mix)
+        assert f"{said} in train and in val, such as 'anna'. {remedy}" in told if said else "in val" not in told
+        assert " of id " not in told
+        assert " of subject " not in told

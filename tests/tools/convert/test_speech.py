@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -442,6 +443,49 @@ def test_samples_without_a_speaker_are_told(tmp_path: Path, form: str) -> None:
         source, flags = lines(folder / "manifest.jsonl", entries), ("--split-by", "speaker")
     told = output_of("convert", source, tmp_path / "out", "--split-ratio", "1,1,0", "--no-progress", *flags)
     assert f"by 4 {'values of speaker' if flags else 'speakers'}: none is in two splits (but 4 samples without" in told
+
+
+@pytest.mark.parametrize("form", ["kaldi", "lists", "column"])
+def test_speakers_of_several_given_splits_are_told(tmp_path: Path, form: str) -> None:
+    """Of folders or lists of splits, and of a column that tells them; the remedy deals them out anew."""
+    folder = tmp_path / "data"
+    found = {part: list(utterances(folder / part, 4 if part == "train" else 3, 2)) for part in ("train", "dev")}
+    rows = [
+        {"audio_filepath": f"{part}/{path}", "text": text, "speaker": name, "id": n, "split": part}
+        for part, of in found.items()
+        for n, (path, text, name) in enumerate(of)
+    ]
+    source = folder
+    if form == "kaldi":
+        for part, of in found.items():
+            (folder / part / "wav.scp").write_text("".join(f"u{n} {path}\n" for n, (path, _, _) in enumerate(of)))
+            (folder / part / "text").write_text("".join(f"u{n} {text}\n" for n, (_, text, _) in enumerate(of)))
+            (folder / part / "utt2spk").write_text("".join(f"u{n} {name}\n" for n, (_, _, name) in enumerate(of)))
+    elif form == "lists":
+        for part in found:
+            plain = [{k: v for k, v in row.items() if k != "split"} for row in rows if row["split"] == part]
+            lines(folder / f"{part}.jsonl", plain)
+    else:
+        source = lines(folder / "all.jsonl", rows)
+    told = output_of("convert", source, tmp_path / "out", "--no-progress")
+    remedy = "--split-ratio 9,1,0 --split-by speaker" + " --ignore split" * (form == "column")
+    assert f"  3 values of speaker in several splits: to deal them out anew, each to one: {remedy}\n" in told
+    assert told.count("in several splits") == 1
+    told = output_of("convert", source, tmp_path / "anew", "--no-progress", *remedy.split())
+    assert "by 4 values of speaker: none is in two splits" in told
+    assert "speaker" not in told.partition("not used: ")[2].partition("\n")[0]
+    speakers = speakers_of(tmp_path / "anew")
+    assert speakers["train"] | speakers["val"] == {"s0", "s1", "s2", "s3"}
+    assert not speakers["train"] & speakers["val"]
+
+
+def test_speakers_of_kaldi_are_in_the_samples(tmp_path: Path) -> None:
+    kaldi(tmp_path / "data", segments=True)
+    (tmp_path / "data/utt2spk").write_text("utt1 anna\nutt3 bert\n")
+    convert(tmp_path / "data", tmp_path / "out")
+    with tarfile.open(tmp_path / "out/train/00000.tar") as tar:
+        texts = [tar.extractfile(one).read() for one in tar if one.name.endswith(".json")]  # type: ignore[union-attr]
+    assert [json.loads(text).get("speaker") for text in texts] == ["anna", None, "bert"]
 
 
 def test_speakers_stay_in_their_split_when_a_list_grows(tmp_path: Path) -> None:
