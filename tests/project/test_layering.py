@@ -43,7 +43,7 @@ LAYERS = (
 # Lines of code of each product at most, without blank lines, comments, docstrings and imports: a comment costs nothing.
 # Raise one on purpose only: what the product gives must be worth what it costs.
 BUDGETS = {
-    "core": 17_600,
+    "core": 17_610,
     "cloud": 3_450,
     "models": 12_250,
     "trainers": 4_750,

@@ -36,7 +36,7 @@ import numpy as np
 
 from energon_bridge.core.order.changes import WeightParts
 from energon_bridge.core.order.leaf_order import Memo
-from energon_bridge.core.order.rng import MASK64, IntArray, UIntArray, below, fold
+from energon_bridge.core.order.rng import GOLDEN, MASK64, IntArray, UIntArray, below, fold
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The step between the lanes of a weighted mix, chosen so that consecutive draws of all lanes together are even.
@@ -58,7 +58,7 @@ from energon_bridge.core.order.rng import MASK64, IntArray, UIntArray, below, fo
 # 2, where the miss by n is called discrepancy.
 
 
-DRAW_STEP = 0x9E3779B97F4A7C15
+DRAW_STEP = GOLDEN
 _DRAWS = 240
 _MOST = 5
 _CANDIDATES = 256

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from energon_bridge.core.order.blend import Blend
 from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.leaf_order import LeafOrder, Round
-from energon_bridge.core.order.rng import IntArray
+from energon_bridge.core.order.rng import GOLDEN, MASK64, IntArray
 
 _OPEN_ROUNDS = 4096
 _TOGETHER = 256
@@ -174,16 +174,18 @@ class OpenRounds(Generic[R]):
 
     Args:
         hold: Returns what to keep of a round: the round itself, or an object that holds its bytes too.
-        together: Draws to look up at once, over several rounds if needed. The first round is looked up alone.
+        together: Draws to look up at once, over several rounds if needed. The first round is looked up alone, and then
+            a part of so many, which differs between lanes: so they do not all read in the same steps, ever after.
     """
 
-    __slots__ = ("_hold", "_lane", "_order", "_together", "current", "upcoming")
+    __slots__ = ("_fewest", "_hold", "_lane", "_order", "_together", "current", "upcoming")
 
     def __init__(self, order: LeafOrder, lane: int, hold: Callable[[Round], R], together: int) -> None:
         self._order = order
         self._lane = lane
         self._hold = hold
         self._together = together
+        self._fewest = together * (lane * GOLDEN & MASK64) >> 64
         self.current: R | None = None
         self.upcoming: R | None = None
 
@@ -198,19 +200,23 @@ class OpenRounds(Generic[R]):
             self.upcoming = None
             if upcoming is None or upcoming.first != draw:
                 # Whoever asks a second time goes on through the leaf, so from then on more is looked up.
-                upcoming = self._rounds(draw, wanted if rounds is None else max(wanted, self._together))
+                upcoming = self._rounds(draw, wanted) if rounds is None else self._several(draw, wanted)
             rounds = self.current = upcoming
         return rounds, draw - rounds.first
 
     def following(self) -> R:
         """Return the rounds after the current ones, for reading ahead."""
         assert self.current is not None
-        self.upcoming = self._rounds(self.current.first + self.current.indices.size, self._together)
+        self.upcoming = self._several(self.current.first + self.current.indices.size, 1)
         return self.upcoming
 
     def drop(self) -> None:
         """Drop the rounds; they are looked up again when needed."""
         self.current = self.upcoming = None
+
+    def _several(self, draw: int, wanted: int) -> R:
+        fewest, self._fewest = self._fewest, self._together
+        return self._rounds(draw, max(wanted, fewest))
 
     def _rounds(self, draw: int, fewest: int) -> R:
         return self._hold(self._order.rounds_at(self._lane, draw, fewest))

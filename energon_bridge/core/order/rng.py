@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
 _ROUNDS = 3  # of two halves each
@@ -57,7 +57,7 @@ def key_of(*parts: int | str | bytes) -> int:
 def fold(key: int, *numbers: int) -> int:
     """Derive a key from a key and integers; cheap enough to be called once per sample."""
     for number in numbers:
-        key = mix64((key ^ mix64(number + _GOLDEN)) + _GOLDEN)
+        key = mix64((key ^ mix64(number + GOLDEN)) + GOLDEN)
     return key
 
 
@@ -69,13 +69,13 @@ def _mix64_array(x: UIntArray) -> UIntArray:
 
 def draws(key: int, n: int) -> UIntArray:
     """Return n keyed 64-bit integers, shape (n,)."""
-    steps = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    steps = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     return _mix64_array(steps + np.uint64(key & MASK64))
 
 
 def draws_at(keys: Sequence[int], which: IntArray, places: IntArray) -> UIntArray:
     """Return single draws, each of one of the keys: `draws(keys[which], ...)[places]`; all of shape (n,)."""
-    steps = (places + 1).astype(np.uint64) * np.uint64(_GOLDEN)
+    steps = (places + 1).astype(np.uint64) * np.uint64(GOLDEN)
     return _mix64_array(steps + np.array(keys, dtype=np.uint64)[which])
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine import text_dataset
 from mixes import SAMPLES, many_datasets
 
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.core.format.dataset import PreparedDataset
+from energon_bridge.core.loader import opening
 from energon_bridge.core.order import leaf_order as leaf
 from energon_bridge.core.order.leaf_order import LeafOrder
 from energon_bridge.core.order.rng import shuffled
@@ -159,3 +161,30 @@ def test_every_sample_of_a_billion_is_somewhere_once():
             seen.update(found.indices.tolist())
             total += found.indices.size
     assert len(seen) == total > 60_000
+
+
+def test_lanes_do_not_all_read_in_the_same_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Long reads are spread over the turns; a lane reads the rest of a first round of its own, and then a part."""
+    lanes = 8
+    read: list[int] = []
+    one_read = LeafReader._read
+    monkeypatch.setattr(
+        LeafReader, "_read", lambda self, of, epochs: read.append(of.size) or one_read(self, of, epochs)
+    )
+    monkeypatch.setattr(opening, "_TOGETHER", 400)
+    root = text_dataset(tmp_path / "text", train=[1000] * lanes)
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=lanes)
+    data = get_train_dataset(
+        root, batch_size=4, shuffle_buffer_size=8, max_samples_per_sequence=8, worker_config=config
+    )
+    batches = iter(get_savable_loader(data))
+    turns = []
+    for _ in range(200):
+        read.clear()
+        for _ in range(lanes):
+            next(batches)
+        turns.append(read[:])
+    assert max(map(len, turns[:2])) == lanes
+    longest = max(max(turn, default=0) for turn in turns)
+    assert longest >= 400
+    assert max(map(sum, turns)) <= lanes * longest / 2
