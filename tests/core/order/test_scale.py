@@ -7,7 +7,9 @@ import json
 import os
 import random
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +21,10 @@ from energon_bridge.core.format.dataset import PreparedDataset
 from energon_bridge.core.loader import opening
 from energon_bridge.core.order import leaf_order as leaf
 from energon_bridge.core.order.leaf_order import LeafOrder
-from energon_bridge.core.order.rng import shuffled
+from energon_bridge.core.order.rng import IntArray, shuffled
 from energon_bridge.core.samples import TextSample
 from energon_bridge.core.storage import open_store
+from energon_bridge.core.stream import reader as readers
 from energon_bridge.core.stream.reader import LeafReader, RoundBuffer
 
 DATASETS = 1000
@@ -168,9 +171,13 @@ def test_lanes_do_not_all_read_in_the_same_turn(tmp_path: Path, monkeypatch: pyt
     lanes = 8
     read: list[int] = []
     one_read = LeafReader._read
-    monkeypatch.setattr(
-        LeafReader, "_read", lambda self, of, epochs: read.append(of.size) or one_read(self, of, epochs)
-    )
+
+    def counted(self: LeafReader, indices: IntArray, epochs: IntArray | None) -> Sequence[Any]:
+        read.append(indices.size)
+        return one_read(self, indices, epochs)
+
+    monkeypatch.setattr(LeafReader, "_read", counted)
+    monkeypatch.setattr(readers, "_SLOW_READ_SECONDS", 1e9)  # a busy machine would read some ahead
     monkeypatch.setattr(opening, "_TOGETHER", 400)
     root = text_dataset(tmp_path / "text", train=[1000] * lanes)
     config = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=lanes)
