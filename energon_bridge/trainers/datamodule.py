@@ -357,10 +357,10 @@ class EnergonMultiModalDataModule(_Base):
 
     def _build_worker_config(self, num_workers: int, split: Literal["train", "val", "test"] = "train") -> WorkerConfig:
         """Return the worker configuration of this process; rank and size are those of the pure data-parallel group."""
-        known = trainer_groups() if self.pg_collection is None else [groups]
-        found = [self._mesh_group(), *(each.data_parallel_group(self.pg_collection) for each in known)]
-        if self.roles is not None:
-            found = []
+        found: list[Any] = []
+        if self.roles is None:  # with roles, the global groups are of one module, and may be set in part
+            known = trainer_groups() if self.pg_collection is None else [groups]
+            found = [self._mesh_group(), *(each.data_parallel_group(self.pg_collection) for each in known)]
         config = self._worker_config(
             num_workers=num_workers,
             **({} if self.roles is None else self.roles.place),

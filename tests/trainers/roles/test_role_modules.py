@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,20 @@ def test_groups_say_who_loads_what_and_every_process_has_the_state(data: Path) -
     later = [whole[0][2], whole[1][2]]
     assert again[0][0] == [digest(without_media(batch)) for batch in later]
     assert [found for found, _, _ in again[1:]] == [[batch.__key__ for batch in later]] * 2
+
+
+def test_global_groups_are_not_asked(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Bridge's MIMO loop makes those of one module global, and not all of them."""
+
+    def ask(**_: Any) -> Any:
+        raise AssertionError("data parallel group (with GTP_remat) is not initialized")
+
+    whole = expected(data, 1)
+    known = SimpleNamespace(model_parallel_is_initialized=lambda: True, get_data_parallel_group=ask)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", known)
+    train = module(data, make_roles({"language": (1, 2), "vision": (None, 1)}))
+    assert digest(next(train.train_dataloader())["language"]) == digest(without_media(whole[1][0]))
+    train.close()
 
 
 def test_a_process_with_both_roles_gets_both_at_once(data: Path) -> None:
