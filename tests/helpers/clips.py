@@ -135,13 +135,17 @@ def all_frames(path: Path) -> list[Frame]:
 def all_samples(path: Path) -> np.ndarray:
     """Return every sample as float32 (channels, samples), by the plain loop of libav.
 
-    Interleaved, since PyAV cannot read eight planes.
+    Interleaved, since PyAV cannot read eight planes. Without the padding behind the last sample of an MP4, as FFmpeg 9
+    gives them.
     """
     with av.open(str(path)) as container:
-        channels = container.streams.audio[0].channels
+        stream: Any = container.streams.audio[0]
+        channels = stream.channels
+        is_padded = "mp4" in container.format.name and stream.frames
+        count = round(stream.duration * stream.time_base * stream.rate) if is_padded else None
         resampler = av.AudioResampler(format="flt")
         blocks = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
-        return np.concatenate([block.to_ndarray().reshape(-1, channels).T for block in blocks], axis=1)
+        return np.concatenate([block.to_ndarray().reshape(-1, channels).T for block in blocks], axis=1)[:, :count]
 
 
 # Files as other programs write them -----------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ class _AsLists(DefaultTaskEncoder[Any, Any, Any, Any]):
         return samples
 
 
-def delivered(path: Path | str, part: str = "train", **settings: Any) -> list[Any]:
+def delivered(path: Path | str, part: str = "train", *, num_workers: int = 0, **settings: Any) -> list[Any]:
     """Return the samples of a split part of a dataset, in order, unbatched."""
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     settings |= {"split_part": part, "batch_size": 1, "task_encoder": _AsLists(), "worker_config": config}
     dataset = get_val_dataset(path, **settings)
     return [sample for batch in get_loader(dataset) for sample in batch]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.core.order.choose import AnyBlend
+from energon_bridge.core.samples.places import pass_on
 from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.pack_buffer import ByLength, Packing, PackRules, pack_rules
 from energon_bridge.core.stream.pipeline import Pipeline
@@ -231,11 +232,12 @@ class SharedBuffers:
                 return buffer, selection
         if buffers and not self._warned:
             self._warned = True
-            logger.warning(
+            text = (
                 "lanes that share a packing buffer disagree about its packs: since the state was saved, the mix has "
                 "changed (on_mismatch='adapt'), or select_samples_to_pack chooses differently. So some samples repeat "
                 "and others are missed. Resume with the mix and the encoder that saved it, or start a new run"
             )
+            pass_on((logger.name, f"shared buffers, {self._pipeline.paths}", text))
         sharing = [other for other in self._seen if other % self._streams == stream]
         turns = {other // self._streams for other in sharing}
         seen = self._seen[lane] if buffers else min((self._seen[other] for other in sharing), key=progress_of)

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from energon_bridge.core.errors import EmptyDatasetError, FatalSampleError
+from energon_bridge.core.samples.places import pass_on
 from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.pack_buffer import Packing
 from energon_bridge.core.stream.pipeline import Pipeline
@@ -231,11 +232,11 @@ class Grouping:
         if rows > most:
             raise FatalSampleError(f"{pipeline.paths}: {hook} keeps {self._groups} waiting in one lane. {todo}")
         pipeline.warned_of_groups = True
-        logger.warning(
-            "%s: %s keeps %s waiting in one lane (`waiting_in_groups` in loader.metrics() counts those of all lanes). "
-            "With more than %s the run stops. %s",
-            *(pipeline.paths, hook, self._groups, f"{most:,}", todo),
+        text = (
+            f"{pipeline.paths}: {hook} keeps {self._groups} waiting in one lane (`waiting_in_groups` in "
+            f"loader.metrics() counts those of all lanes). With more than {most:,} the run stops. {todo}"
         )
+        pass_on((logger.name, f"groups, {pipeline.paths}", text))
 
     def _check_epoch(self) -> None:
         """Warn once if the lanes together keep much of an epoch waiting: other samples come more often meanwhile."""
@@ -248,13 +249,14 @@ class Grouping:
         if waiting.warned or lanes == 1 or IN_WAITING * lanes * waiting.rows <= draws * waiting.looks:
             return
         waiting.warned = True
-        logger.warning(
-            "%s is small for batch_group_criterion of %s: each of %d lanes waits for groups of its own to fill, and "
-            "all together keep more than an eighth of its epoch of %d samples: some samples come late, and others "
-            "again before them (this lane: %s). Fewer lanes (num_lanes of WorkerConfig or the data module, at least "
-            "one for each rank), fewer groups or smaller batches avoid it",
-            *(path, type(pipeline.code.encoder).__name__, lanes, draws, self._groups),
+        text = (
+            f"{path} is small for batch_group_criterion of {type(pipeline.code.encoder).__name__}: each of {lanes} "
+            "lanes waits for groups of its own to fill, and all together keep more than an eighth of its epoch of "
+            f"{draws} samples: some samples come late, and others again before them (this lane: {self._groups}). Fewer "
+            "lanes (num_lanes of WorkerConfig or the data module, at least one for each rank), fewer groups or "
+            "smaller batches avoid it"
         )
+        pass_on((logger.name, f"small for groups, {path}", text))
 
     def _give_up_if_barren(self) -> None:
         if self._ungrouped > _BARREN and self._ungrouped > 10 * self._pipeline.num_samples:

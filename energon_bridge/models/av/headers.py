@@ -7,6 +7,7 @@ ITU-T H.264, 7.3.2.1.1, and ISO/IEC 14496-15, 5.3.3 (its place in MP4, Matroska 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from energon_bridge.models.av.media_file import MediaFile
@@ -39,9 +40,8 @@ def _has_one_edit(media: MediaFile, stream: Any) -> bool:
     entries = stream.index_entries
     if "mp4" not in media.container.format.name or not len(entries):
         return True
-    every = range(len(entries))
-    if len(entries) == stream.frames:  # each packet once, in the common case: some places tell
-        every = range(0, len(entries), 1 + len(entries) // _MAX_ENTRIES)
+    # Each packet once, in the common case: some places tell.
+    every = _some_places(entries) if len(entries) == stream.frames else range(len(entries))
     at = -1
     shown = False
     keys = 0
@@ -53,6 +53,32 @@ def _has_one_edit(media: MediaFile, stream: Any) -> bool:
             return False
         at = entry.pos
     return True
+
+
+def is_counted_otherwise(stream: Any) -> bool:
+    """Whether rate and length in the header of an MP4 may not be those of the frames that are shown.
+
+    It adds up the distances of frames as they are coded, of those before and behind an edit, too. That is the same if
+    all last equally long, or are coded in the order shown, and all are shown.
+    """
+    if "mp4" not in stream.container.format.name:
+        return False
+    entries = stream.index_entries
+    is_reordered = bool(stream.codec_context.has_b_frames)
+    if not stream.frames or len(entries) < 2:  # of fragments, the index tells some
+        return is_reordered and not stream.frames
+    first, last = entries[0], entries[len(entries) - 1]
+    is_edited = len(entries) != stream.frames or first.is_discard or last.is_discard
+    if is_edited and (stream.start_time or 0) > 0:
+        return True
+    step = Fraction(last.timestamp - first.timestamp, len(entries) - 1)
+    return (is_reordered or is_edited) and any(
+        abs(entries[place].timestamp - first.timestamp - place * step) > 1 for place in _some_places(entries)
+    )
+
+
+def _some_places(entries: Any) -> range:
+    return range(0, len(entries), 1 + len(entries) // _MAX_ENTRIES)
 
 
 _MAX_ENTRIES = 64

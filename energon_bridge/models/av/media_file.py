@@ -225,7 +225,8 @@ def length_of(media: MediaFile, stream: Any) -> Fraction | None:
 def own_length(stream: Any) -> Fraction | None:
     """Return the duration that the headers give for a stream itself, in seconds."""
     if stream.duration is not None and stream.time_base is not None:
-        return Fraction(stream.duration * stream.time_base) - _opus_preskip(stream) - _before_zero(stream)
+        own = Fraction(stream.duration * stream.time_base) - _opus_preskip(stream) - _before_zero(stream)
+        return min(own, _without_padding(stream) or own)
     tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
     end = None if tag is None else _seconds(tag)
     return None if end is None else end - start_of(stream)
@@ -236,6 +237,16 @@ def _opus_preskip(stream: Any) -> Fraction:
     head = (stream.codec_context and stream.codec_context.extradata) or b""
     is_counted = head[:8] == b"OpusHead" and stream.container.format.name == "ogg"
     return Fraction(int.from_bytes(head[10:12], "little"), 48000) if is_counted else Fraction(0)
+
+
+def _without_padding(stream: Any) -> Fraction | None:
+    """Return the seconds of a sound that iTunes' tag tells, in samples after those of the beginning and end."""
+    if stream.type != "audio" or (tag := stream.container.metadata.get("iTunSMPB")) is None:
+        return None
+    try:
+        return Fraction(int(tag.split()[3], 16), stream.codec_context.sample_rate)
+    except (IndexError, ValueError, ZeroDivisionError):
+        return None
 
 
 def _before_zero(stream: Any) -> Fraction:

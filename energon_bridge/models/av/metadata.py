@@ -13,6 +13,7 @@ from typing import Any
 
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.core.format.media import AVMetadata
+from energon_bridge.models.av.headers import is_counted_otherwise
 from energon_bridge.models.av.media_file import (
     MediaFile,
     has_all_packets,
@@ -32,6 +33,8 @@ _EXACT_DURATIONS = ("pcm_", "flac", "alac", "wavpack")
 """Codecs whose packets have exactly the duration of their samples."""
 _BROADCAST_SECONDS = 1
 """How much of a broadcast's end is read: after a seek, times are wrong up to the next packet that has one."""
+_ROUNDED_FRAMES = Fraction(1, 4)
+"""By how much a frame the times of a file may be rounded."""
 _CUT_OFF_SECONDS = Fraction(1, 2)
 """If the headers claim this much more than any stream has, the file is cut off."""
 
@@ -45,11 +48,13 @@ def claimed_rate(media: MediaFile) -> Fraction | None:
 def _mean_rate(media: MediaFile, reader: Callable[[], FrameReader]) -> float | None:
     """Return the frames a second of the video: in MP4 by its index, else by its header if all frames agree with it."""
     claimed = claimed_rate(media)
-    if claimed and "mp4" in media.container.format.name and media.stream("video").frames:
+    stream = media.stream("video")
+    is_unlike = is_counted_otherwise(stream)
+    if claimed and "mp4" in media.container.format.name and stream.frames and not is_unlike:
         return float(claimed)
     frames = reader().count
-    length = reader().length()
-    if not length or (claimed and abs(frames - length * claimed) <= 1):  # a header may round the last frame
+    length = (known_length(media, stream) if is_unlike else None) or reader().length()
+    if not length or (claimed and not is_unlike and abs(frames - length * claimed) <= _ROUNDED_FRAMES):
         return float(claimed) if claimed else None
     return float(frames / length)
 
@@ -75,12 +80,15 @@ def known_length(media: MediaFile, stream: Any) -> Fraction | None:
         return _length_of_packets(media, index)
     if stream.type == "audio" and (form in BARE_FORMATS or _is_unsaid(stream) or len(links_of(media)) > 1):
         return None
-    if claimed is None or (own_length(stream) is not None and not _is_vague(stream)):
+    is_unlike = stream.type == "video" and is_counted_otherwise(stream)
+    if claimed is None or (own_length(stream) is not None and not is_unlike and not _is_vague(stream)):
         return claimed
     # Some containers count the duration from their start, others from 0.
     least = min(claimed, claimed + start) - _CUT_OFF_SECONDS
     others = [one.index for one in (media.video, media.audio) if one is not None and one.index != index]
     end = _end_of(media, index, claimed)
+    if is_unlike and has_all_packets(media):
+        return end - start
     if end < least and all(_end_of(media, one, claimed) < least for one in others):
         return claimed
     return end - start
@@ -130,7 +138,7 @@ def _end_of(media: MediaFile, index: int, claimed: Fraction) -> Fraction:
             except OSError:
                 continue
             for packet in media.container.demux(stream):
-                if packet.size and packet.pts is not None:
+                if packet.size and packet.pts is not None and not packet.is_discard:
                     end = max(end or 0, packet.pts + (packet.duration or usual))
         if end is not None:
             return Fraction(end * base)
@@ -158,8 +166,7 @@ def video_metadata(
     rate: bool = True,
 ) -> AVMetadata:
     """Return the requested metadata of the video; asks its reader only for what is not in a header."""
-    stream = media.stream("video")
-    width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
+    width, height = _size_of(media) if frame_size else (None, None)
     if frame_size and not (width and height):
         raise DecodeError(f"{media.name} has video without a size in its headers: is it cut off?")
     # The length comes last: what reads all packets would have to open the file again after the seeks for it.
@@ -175,6 +182,28 @@ def video_metadata(
         video_width=width,
         video_height=height,
     )
+
+
+def _size_of(media: MediaFile) -> tuple[int, int]:
+    """Return the size of the first frame: FFmpeg knows it from there, but of VP8, for which it takes the container's.
+
+    Its frame begins with a tag of three bytes, a mark of three, and the size in 14 bits each (RFC 6386, 9.1).
+    """
+    context = media.stream("video").codec_context
+    if context.codec.canonical_name == "vp8":
+        data = _first_packet(media)
+        if data[3:6] == b"\x9d\x01\x2a" and len(data) >= 10:
+            return int.from_bytes(data[6:8], "little") & 0x3FFF, int.from_bytes(data[8:10], "little") & 0x3FFF
+    return context.width, context.height
+
+
+def _first_packet(media: MediaFile) -> bytes:
+    media.is_moved = True
+    media.rewind()
+    stream = media.stream("video")
+    media.only(stream)
+    with media.refusing("cannot be read"):
+        return next((bytes(packet) for packet in media.container.demux(stream) if packet.size), b"")
 
 
 def audio_metadata(media: MediaFile, *, duration: bool = True, num_samples: bool = False) -> AVMetadata:

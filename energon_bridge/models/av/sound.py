@@ -88,6 +88,21 @@ class AudioReader:
         lengths = {length for _, length in heads[1:]}
         alike = len(heads) > 2 and len(lengths) == 1 and heads[1][0] is not None
         self._blocks = _Blocks(pts=heads[1][0], first=heads[0][1], length=heads[1][1]) if alike else None
+        self._end = self._end_of_index()
+
+    def _end_of_index(self) -> int | None:
+        """Return the number of samples by the index of an MP4: its last block is full, and ends in padding (AAC).
+
+        None if there is no such index, or if it ends before the last block begins, and so is wrong.
+        """
+        stream = self._stream
+        length = own_length(stream)
+        entries = stream.index_entries
+        if "mp4" not in self._media.container.format.name or length is None or self._first_pts is None or not entries:
+            return None
+        begin = (entries[len(entries) - 1].timestamp - self._first_pts) * self._base
+        is_whole = len(entries) >= stream.frames > 0 and begin < length
+        return round(length * self.rate) if is_whole else None
 
     def samples(self, first: int, last: int | None, *, by_time: bool) -> np.ndarray:
         """Return samples [first, last), or all from `first` on, as far as they exist: (channels, samples).
@@ -95,6 +110,7 @@ class AudioReader:
         They are numbered in order, or by the time since the first sample.
         """
         by_time = by_time and self._is_timed
+        last = self._end if last is None else last if self._end is None else min(last, self._end)
         sound = self._read_near(first, last, by_time)
         if sound is None:
             sound = self._collect(self._placed(self._from_start(), 0, by_time), first, last)
@@ -113,12 +129,13 @@ class AudioReader:
     def count(self, *, by_time: bool = False) -> int:
         """Return the number of samples, by decoding all; `by_time`: with silent ones for what is left out."""
         blocks = self._placed(self._from_start(), 0, by_time and self._is_timed)
-        return max((at + block.samples for at, block in blocks), default=0)
+        count = max((at + block.samples for at, block in blocks), default=0)
+        return count if self._end is None else min(count, self._end)
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all decoded blocks, (channels, samples), with the number of their first sample by the time."""
         for at, block in self._placed(self._from_start(), 0, self._is_timed):
-            yield at, _array(block)
+            yield at, _array(block)[:, : None if self._end is None else max(0, self._end - at)]
 
     # Reading ---------------------------------------------------------------------------------------------------------
 

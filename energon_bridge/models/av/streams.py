@@ -248,7 +248,12 @@ class Packets:
         if self._blocks is not None:  # packets alone tell when the last frame ends
             self._blocks = self._times = None
         times = self._all_times()
-        return Fraction(self._end - int(times[0])) * self.stream.time_base if len(times) else Fraction(0)
+        if not len(times):
+            return Fraction(0)
+        span = int(times[-1] - times[0])
+        if self._end <= times[-1] and len(times) > 1:  # containers without durations: the last frame as all others
+            return Fraction(span * len(times), len(times) - 1) * self.stream.time_base
+        return Fraction(self._end - int(times[0])) * self.stream.time_base
 
     def time_of(self, number: int) -> int | None:
         """Return the pts of a frame by its number, None after the last one; the packets are left anywhere."""

@@ -36,6 +36,8 @@ class WholeReader:
         self.times = self._all_times() if times is None else times
         if not len(self.times):
             raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
+        if not rate and len(self.times) > 1:
+            self._frame_ticks = round(int(self.times[-1] - self.times[0]) / (len(self.times) - 1))
         self._restart()
 
     def _restart(self) -> None:

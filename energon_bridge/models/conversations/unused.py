@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from energon_bridge.core.samples.places import pass_on
 from energon_bridge.models.conversations.parts import MEDIA, medium_by_name
 from energon_bridge.models.conversations.questions import (
     CHOICES,
@@ -103,10 +104,9 @@ def name_unused(sample: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
         names += [f"{name} (of pairs)" for name in keys if name not in seen]
         seen.update(keys)
     if names:
-        _logger.warning(
-            "%s: conversations do not use %s. To have a text seen or learned, write it into a turn, the question or "
-            "`system`; the others can stay, or be left out (energon convert with --ignore)",
-            *(path, ", ".join(names)),
+        _warn(
+            f"{path}: conversations do not use {', '.join(names)}. To have a text seen or learned, write it into a "
+            "turn, the question or `system`; the others can stay, or be left out (energon convert with --ignore)"
         )
 
 
@@ -115,13 +115,17 @@ def name_unused_fields(path: str, sample_type: str, unused: Mapping[str, Any]) -
     names = [name for name, value in unused.items() if name not in _seen[path] and not _is_known(name, value, "")]
     _seen[path].update(unused)
     if names:
-        _logger.warning(
-            "%s: a %s does not use %s: for other fields, name the columns in the field map of .nv-meta/dataset.yaml",
-            *(path, sample_type, ", ".join(names)),
+        _warn(
+            f"{path}: a {sample_type} does not use {', '.join(names)}: for other fields, name the columns in the field "
+            "map of .nv-meta/dataset.yaml"
         )
 
 
 _seen: defaultdict[str, set[str]] = defaultdict(set)
+
+
+def _warn(text: str) -> None:
+    pass_on((_logger.name, text, text))  # also of several workers, once
 
 
 def name_order(sample: Mapping[str, Any], kind: str, names: Sequence[str]) -> None:
@@ -130,9 +134,9 @@ def name_order(sample: Mapping[str, Any], kind: str, names: Sequence[str]) -> No
     order = f"the {kind}s of {', '.join(names)}"
     if has_order(names) and order not in _seen[path]:
         _seen[path].add(order)
-        _logger.warning(
-            "%s: a question has %s, shown in this order: for another, list them as %ss: [PART, …] in its json",
-            *(path, order, kind),
+        _warn(
+            f"{path}: a question has {order}, shown in this order: for another, list them as {kind}s: [PART, …] in its "
+            "json"
         )
 
 

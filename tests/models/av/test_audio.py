@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import wave
 from pathlib import Path
 from types import SimpleNamespace
@@ -383,3 +384,56 @@ def test_sound_that_is_longer_than_the_pictures(tmp_path: Path) -> None:
     clips = get_clips_uniform(decoder, 0.5, 3, request_video=True, request_audio=True)
     assert clips.video_timestamps is not None
     assert clips.video_timestamps[-1][1] == pytest.approx(times[-1] + 0.04, abs=0.01)
+
+
+# Padding --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "form"),
+    [("aac", "m4a"), ("aac", "mov"), ("aac", "mp4"), ("libmp3lame", "mov"), ("libmp3lame", "mp4"), ("libopus", "mp4")],
+)
+@pytest.mark.parametrize("seconds", [0.1, 2.003])
+def test_the_padding_of_the_last_block_is_no_sound(codec: str, form: str, seconds: float, tmp_path: Path) -> None:
+    path = write_sound(tmp_path / f"a.{form}", codec=codec, seconds=seconds)
+    count = int(48000 * seconds)
+    assert_has_samples(AVDecoder(path.read_bytes()), count)
+
+
+def assert_has_samples(decoder: AVDecoder, count: int) -> None:
+    """Check the length of a sound that was made by `tone`, by each way to it."""
+    sound = decoder.get_audio().audio_clips[0].numpy()
+    assert sound.shape == (2, count)
+    assert like(sound[0], tone(0, count)[0]) > 0.98
+    found = decoder.get_metadata(get_audio_num_samples=True)
+    assert (found.audio_num_samples, decoder.count_samples()) == (count, count)
+    assert [found.audio_duration, decoder.get_audio_duration()] == pytest.approx([count / 48000] * 2)
+    assert sum(block.shape[1] for block in decoder.map_sound(lambda at, samples: samples)) == count
+    (whole,), ((begin, end),) = decoder.get_audio_clips([(0, 9)])
+    (last,), ((_, end_of_last),) = decoder.get_audio_clips([(end - 0.01, 9)])
+    assert (whole.shape[1], last.shape[1]) == (count, 480)
+    assert [end - begin, end_of_last - begin] == pytest.approx([count / 48000] * 2)
+
+
+def test_padding_that_itunes_tells(tmp_path: Path) -> None:
+    """Without an edit list; the tag has the samples of the beginning, the end and in between."""
+    count = 50_000
+    path = write_sound(tmp_path / "a.m4a", codec="aac", seconds=count / 48000, container={"use_editlist": "0"})
+    numbers = [0, 1024, -(count + 1024) % 1024]
+    tag = "".join(f" {number:08X}" for number in numbers) + f" {count:016X}" + " 00000000" * 8
+    decoder = AVDecoder(with_itunes_tag(path.read_bytes(), "iTunSMPB", tag))
+    assert_has_samples(decoder, count)
+
+
+def with_itunes_tag(data: bytes, name: str, value: str) -> bytes:
+    """Return an MP4, its index at its end, with a tag of iTunes."""
+
+    def box(kind: bytes, content: bytes) -> bytes:
+        return (8 + len(content)).to_bytes(4, "big") + kind + content
+
+    parts = box(b"mean", bytes(4) + b"com.apple.iTunes") + box(b"name", bytes(4) + name.encode())
+    parts += box(b"data", struct.pack(">II", 1, 0) + value.encode())
+    hdlr = box(b"hdlr", bytes(8) + b"mdirappl" + bytes(9))
+    tags = box(b"udta", box(b"meta", bytes(4) + hdlr + box(b"ilst", box(b"----", parts))))
+    at = data.rindex(b"moov") - 4
+    return data[:at] + box(b"moov", data[at + 8 :] + tags)

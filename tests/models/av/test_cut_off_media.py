@@ -12,7 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from clips import all_samples, write_sound, write_video
+from clips import X264, all_frames, all_samples, with_edits, write_sound, write_video
 
 from energon_bridge.core.errors import DecodeError
 from energon_bridge.models.av import AVDecoder, ends, get_single_frames_uniform
@@ -474,6 +474,59 @@ def test_the_rate_of_a_video_is_the_mean_over_its_frames(form: str, tmp_path: Pa
     decoder = AVDecoder(path.read_bytes())
     assert decoder.get_video_fps() == pytest.approx(between, rel=0.1)  # that has no duration of the last frame
     assert decoder.get_metadata().video_fps == decoder.get_video_fps()
+
+
+def shown(path: Path) -> tuple[float, float]:
+    """Return the seconds that the frames of a video are shown, and how many come in a second, by its packets."""
+    with av.open(str(path)) as container:
+        packets = [packet for packet in container.demux(video=0) if packet.size and not packet.is_discard]
+    last = max(packets, key=lambda packet: packet.pts)
+    seconds = float((last.pts + last.duration - min(packet.pts for packet in packets)) * last.time_base)
+    return seconds, len(packets) / seconds
+
+
+@pytest.mark.parametrize("options", [{}, {"movflags": "frag_keyframe+empty_moov"}, {"use_editlist": "0"}])
+@pytest.mark.parametrize("form", ["mp4", "mov"])
+@pytest.mark.parametrize("frames", [10, 60])
+def test_frames_that_are_coded_in_another_order(
+    form: str, options: dict[str, str], frames: int, tmp_path: Path
+) -> None:
+    """The header of an MP4 adds up the distances of frames as they are coded."""
+    made = {"frames": frames, "varying": True, "options": {"x264-params": X264}, "container": options}
+    path = write_video(tmp_path / f"a.{form}", **made)
+    found = AVDecoder(path.read_bytes()).get_metadata()
+    assert (found.video_duration, found.video_fps) == pytest.approx(shown(path), rel=1e-9)
+
+
+@pytest.mark.parametrize("reordered", [False, True])
+@pytest.mark.parametrize("edits", [[(1000, 0)], [(2000, 8000)], [(500, -1), (1500, 0)]])
+def test_frames_beside_an_edit_do_not_count(reordered: bool, edits: list[tuple[int, int]], tmp_path: Path) -> None:
+    params = X264 if reordered else X264.replace("bframes=3", "bframes=0")
+    whole = write_video(tmp_path / "a.mp4", varying=True, options={"x264-params": params})
+    path = tmp_path / "b.mp4"
+    path.write_bytes(with_edits(whole.read_bytes(), edits))
+    found = AVDecoder(path.read_bytes()).get_metadata()
+    frames = all_frames(path)
+    least = float(frames[-1].seconds - frames[0].seconds)
+    assert found.video_num_frames == len(frames)
+    assert least < found.video_duration <= least + 0.09  # frames last so long at most
+    assert found.video_fps == pytest.approx(len(frames) / found.video_duration)
+
+
+@pytest.mark.parametrize("form", ["mkv", "avi", "ivf"])
+def test_the_size_of_a_video_is_that_of_its_frames(form: str, tmp_path: Path) -> None:
+    """FFmpeg takes that of VP8 from the container."""
+    data = bytearray(write_video(tmp_path / f"a.{form}", codec="libvpx", frames=4, size=(176, 144)).read_bytes())
+    if form == "mkv":
+        at = data.index(b"\xb0\x81\xb0\xba\x81\x90")
+        data[at + 2], data[at + 5] = 100, 80
+    else:
+        at, kind = (12, "<HH") if form == "ivf" else (data.index(b"strf") + 12, "<ii")
+        data[at : at + struct.calcsize(kind)] = struct.pack(kind, 352, 288)
+    decoder = AVDecoder(bytes(data))
+    found = decoder.get_metadata()
+    frames = decoder.get_video().video_clips[0]
+    assert (found.video_num_frames, found.video_height, found.video_width) == (4, *frames.shape[2:]) == (4, 144, 176)
 
 
 @pytest.mark.parametrize("form", ["mkv", "mp4", "ts"])

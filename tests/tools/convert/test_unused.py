@@ -200,11 +200,13 @@ def test_a_table_names_what_its_type_has_no_field_for(tmp_path: Path, caplog: An
     assert ["a CaptioningSample does not use taken_by: for other fields" in one for one in said] == [True]
 
 
-def test_tars_name_what_their_json_has(tmp_path: Path, caplog: Any) -> None:
+@pytest.mark.parametrize("workers", [0, 3])
+def test_tars_name_what_their_json_has(workers: int, tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "tars").mkdir()
     (tmp_path / "a.json").write_text(json.dumps({**TALK, "persona": "You like cats."}))
     with tarfile.open(tmp_path / "tars/s.tar", "w") as archive:
-        archive.add(tmp_path / "a.json", "a.json")
+        for number in range(12):
+            archive.add(tmp_path / "a.json", f"{number}.json")
     output_of("prepare", tmp_path / "tars", *ALL, "--sample-type", "CrudeSample", "--no-progress")
-    delivered(tmp_path / "tars")
+    assert len(delivered(tmp_path / "tars", num_workers=workers)) == 12
     assert sum(f"{tmp_path / 'tars'}: conversations do not use persona" in one for one in caplog.messages) == 1
