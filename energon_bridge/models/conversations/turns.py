@@ -392,12 +392,18 @@ def doubts_of(value: Any, *, learned: bool = True) -> set[Doubt]:
     texts = value if isinstance(value, list) else [value]
     if not texts or not all(isinstance(one, str) for one in texts):
         return set()
-    found: set[Doubt] = {"escaped"} if any(map(ESCAPED.search, texts)) else set()
+    found: set[Doubt] = {"escaped"} if any(map(_has_html, texts)) else set()
     if any(_has_mark(one, learned) for one in texts):
         found.add("marked")
     if learned and not any(map(str.strip, texts)):
         found.add("blank")
     return found | ({"missing"} if learned and all(one.strip() in MISSING for one in texts) else set())
+
+
+def _has_html(text: str) -> bool:
+    """Return whether a text has an entity of HTML, or, if it is no page of it, a tag."""
+    found = ESCAPED.search(text)
+    return found is not None and (found[0].startswith("&") or _PAGE.search(text) is None)
 
 
 def _has_mark(text: str, learned: bool) -> bool:
@@ -432,7 +438,12 @@ MARK = re.compile(r"<(?:[|｜][\w▁-]{1,40}[|｜]|/?s|pad|unk|[be]os|(?:start|e
 """Control tokens of models, and places of media."""
 MISSING = frozenset(("N/A", "n/a", "NA", "#N/A", "<NA>", "None", "null", "NULL", "nan", "NaN"))
 """What Python, pandas, JSON, SQL and spreadsheets write for a missing value."""
-ESCAPED = re.compile(r"&(?:amp|quot|apos|lt|gt|nbsp|#\d{1,6}|#x[0-9a-fA-F]{1,5});")
+ESCAPED = re.compile(
+    r"&(?:amp|quot|apos|lt|gt|nbsp|#\d{1,6}|#x[0-9a-fA-F]{1,5});"
+    r"|</?(?:b|i|u|em|strong|br|span|div|font|li|ul|ol|h[1-6])(?:\s+[\w-]+\s*=[^<>]{0,200})?\s?/?>|<a\s+href"
+)
+"""Entities of HTML, and tags that no model has as marks."""
+_PAGE = re.compile(r"```|<(?:html|head|body|svg|table|!doctype)", re.IGNORECASE)
 
 
 def system_prompt(entry: Mapping[str, Any]) -> Any:

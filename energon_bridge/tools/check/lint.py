@@ -57,6 +57,7 @@ from energon_bridge.models.conversations.parts import MEDIA, medium_by_name
 from energon_bridge.models.conversations.segments import changes_beside
 from energon_bridge.models.conversations.turns import LEARNED, Doubt, doubts_of, doubts_of_turns
 from energon_bridge.models.conversations.withheld import fault_of_verdict, held_out_by
+from energon_bridge.tools.check.media import LONG_SECONDS
 from energon_bridge.tools.convert.conversations import is_conversation
 from energon_bridge.tools.convert.group_splits import note_groups
 
@@ -118,7 +119,8 @@ class ShardReport:
     `escaped` and `marked` of those with entities of HTML or tokens of models in a text,
     `raw` of those with bytes in a field of tensors, `turned` of
     those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed;
-    `silent`, `cancelled` and `loud` of those with an odd sound (`Doubt` of `models/families/sound.py`).
+    `silent`, `cancelled` and `loud` of those with an odd sound (`Doubt` of `models/families/sound.py`), `long` of those
+    with one that is longer than many models hear.
     Of samples of a field map: `rejected` of those that their JSON says annotators rejected, `held_out` of those that it
     says are for tests, where others of the shard are not, `changed` of those whose media it says are turned or faster.
     `groups` are the speakers, products and the like that samples name, by column.
@@ -137,6 +139,7 @@ class ShardReport:
     silent: tuple[str, ...] = ()
     cancelled: tuple[str, ...] = ()
     loud: tuple[str, ...] = ()
+    long: tuple[str, ...] = ()
     rejected: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
@@ -376,7 +379,7 @@ class _ShardCheck:
         self._turned: list[str] = []
         self._unopened: list[str] = []
         self._groups: dict[str, set[str]] = {}
-        self._sounds: dict[str, list[str]] = {"silent": [], "cancelled": [], "loud": []}
+        self._sounds: dict[str, list[str]] = {"silent": [], "cancelled": [], "loud": [], "long": []}
 
     def report(self, error: Exception, key: str | None = None, part: str | None = None) -> None:
         """Add a problem of a sample or part, or, without a key, of the shard."""
@@ -579,7 +582,9 @@ def decode_whole(part: str, data: memoryview) -> tuple[Any, str | None]:
         return value, None
     with value:
         if not value.has_video_stream():
-            return value, sound_of(value, rate=value.get_audio_samples_per_second()).decoded()[1]
+            sound = sound_of(value, rate=value.get_audio_samples_per_second())
+            is_long = sound.own_length > LONG_SECONDS * sound.own_rate
+            return value, sound.decoded()[1] or ("long" if is_long else None)
         frames = value.get_metadata(get_audio=False).video_num_frames
         value.map_frames(range(frames or 1), lambda pixels: None)
         return value, check_track(value)

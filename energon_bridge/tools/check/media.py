@@ -378,6 +378,12 @@ _TABLES = (
 )
 
 
+LONG_SECONDS = 30.0
+"""What many models hear of a sound: Whisper, Qwen2-Audio and others cut it off there, or refuse it."""
+TO_LEAVE_OUT_LONG = (
+    "Many models hear 30 s (Whisper, Qwen2-Audio): energon lint with --processor MODEL names what yours refuses. To "
+    "leave long ones out: energon columns add with --sound-seconds, and `filter: sound_seconds <= 30`"
+)
 _KINDS = (("image", ImageMetadata), ("av", AVMetadata))
 _NAMES = {kind: tuple(field.name for field in fields(cls)) for kind, cls in _KINDS}
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -28,6 +28,7 @@ from energon_bridge.tools.cli.output import (
 
 _KINDS = {"train": "training, endless", "passes": "training, pass by pass", "finite": "validation"}
 _COUNTS = ("samples", "skipped", "errors", "excluded")
+_HEADINGS = ("skipped", "errors", "draws of excluded")
 _MAX_SHOWN = 16
 
 
@@ -68,7 +69,7 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
     print_pairs(_facts(summary, len(states), ranks))
     more = _rare(summary["leaves"])
     print_table(
-        ("dataset", "identity", "samples", "share", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes", *more),
+        ("dataset", "identity", "samples", "share", "draws", "epochs", "delivered", *_HEADINGS, "bytes", *more),
         [
             (
                 leaf_name(row) + (" (parked)" if row["parked"] else ""),
@@ -155,6 +156,8 @@ def diff(a: str, b: str, as_json: bool) -> None:
     lines = [*changes["settings"], *_weights(changes["weights"]), *_bans(changes["bans"]), *changes["leaves"]]
     for line in lines:
         click.echo(line)
+    if any(line.endswith(" changed") for line in changes["leaves"]):
+        click.echo("  Content: shards, sample counts and sizes, `exclude` and dataset.yaml.")
     if not lines:
         click.echo("The settings and the mix are the same.")
     moved = [row for row in changes["progress"] if any(row[name] for name in ("draws", *_COUNTS, "bytes"))]
@@ -168,7 +171,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
         return
     more = _rare(changes["progress"])
     print_table(
-        ("dataset", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes", *more),
+        ("dataset", "draws", "epochs", "delivered", *_HEADINGS, "bytes", *more),
         [
             (
                 f"{row['path']} [{row['split_part']}]",

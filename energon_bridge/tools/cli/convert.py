@@ -31,6 +31,7 @@ from energon_bridge.models.conversations.parts import Medium, medium_by_name
 from energon_bridge.models.conversations.questions import AnswersAs, filled, template_columns
 from energon_bridge.models.conversations.turns import find_pair, read_turns
 from energon_bridge.models.conversations.withheld import first_held_out
+from energon_bridge.tools.check.media import TO_LEAVE_OUT_LONG
 from energon_bridge.tools.cli.assistant import shorten
 from energon_bridge.tools.cli.output import count_of, format_bytes, json_option
 from energon_bridge.tools.cli.prepare_options import (
@@ -44,7 +45,7 @@ from energon_bridge.tools.cli.prepare_options import (
 )
 from energon_bridge.tools.columns.stored import read_columns
 from energon_bridge.tools.convert.conversations import by_options, is_conversation
-from energon_bridge.tools.convert.conversion import check_first_files, convert, convert_task, stopped
+from energon_bridge.tools.convert.conversion import MOST_BAD, check_first_files, convert, convert_task, stopped
 from energon_bridge.tools.convert.finish import SKIPPED, Converted, shards_before
 from energon_bridge.tools.convert.group_splits import groups_in, parted_groups
 from energon_bridge.tools.convert.hub import download, is_hub, stream
@@ -73,6 +74,7 @@ _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
 _WITHOUT_TURNS = (*_KEPT, "folder", "COCO")
 _LOOKED_AT = 20  # samples, for the media that they have
+_LOOKED_AHEAD = 1000
 _OMNI = "qwen2.5_omni_instruct"
 _KEY = "__key__"
 _TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
@@ -430,7 +432,7 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             click.echo(f"  answer from {filled(layout.question, values, find_pair(values), layout.answers_as)[1]}")
     looked_at = first_rows(source) if source.kind not in _KEPT else []
     if layout.key is not None:
-        click.echo(f"  keys from {layout.key}")
+        click.echo(f"  keys from {layout.key}, with _ for dots")
     is_dealt = options.split is not None and sum(bool(ratio) for _, ratio in options.split.ratios) > 1
     groups = groups_in(source, options.split_by) if is_dealt else None
     by = [options.split_by or getattr(source, "grouped_by", None) or ""] * (groups is not None)
@@ -471,13 +473,28 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             parts = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sample.sizes())
         except (SourceError, SkipSample) as error:
             if not options.skip_errors and isinstance(error, SourceError):
-                raise stopped(error) from error
+                raise stopped(error, *_next_bad(source, layout, number + 1)) from error
             click.echo(f"Sample {number} is skipped: {error}")
             continue
         click.echo(f"Sample {sample.key}: {parts}")
         values = source.row(number).values
         if values:
             click.echo("  " + str(shorten(values)))
+
+
+def _next_bad(source: Source, layout: Layout, first: int) -> list[str]:
+    """Return what is wrong with the next samples, of which none is read."""
+    bad: list[str] = []
+    for number in range(first, min(first + _LOOKED_AHEAD, len(source))):
+        try:
+            source.sample(number, layout).sizes()
+        except (SourceError, SampleError) as error:
+            bad.append(str(error))
+        except SkipSample:
+            continue
+        if len(bad) == MOST_BAD - 1:
+            break
+    return bad
 
 
 def _show_parted(source: Source, rule: SplitRule | None, ignored: str) -> None:
@@ -587,8 +604,8 @@ def _report_doubtful(out: Path, done: Converted, options: ConvertOptions) -> Non
         ),
         (
             done.escaped,
-            f"{count_of(len(done.escaped), 'sample')} with entities of HTML in a text (&amp;, &quot;), learned as they "
-            "stand (unescape them in the source)",
+            f"{count_of(len(done.escaped), 'sample')} with entities or tags of HTML in a text (&amp;, <br>), learned "
+            "as they stand (unescape or remove them in the source)",
             "which --json lists",
         ),
         (done.marked, f"{count_of(len(done.marked), 'sample')} {_MARKED}", "which --json lists"),
@@ -597,6 +614,8 @@ def _report_doubtful(out: Path, done: Converted, options: ConvertOptions) -> Non
             click.echo(message)
         if len(many) > 5:
             click.echo(f"  … and {len(many) - 5:,} more, {rest}")
+    if done.num_long:
+        click.echo(f"{count_of(done.num_long, 'sound')} of more than 30 s. {TO_LEAVE_OUT_LONG}.")
     if done.num_unread:
         others = done.num_unread - done.num_unread_images
         each = (done.num_unread_images, "image"), (others, "video or sound file")

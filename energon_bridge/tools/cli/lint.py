@@ -24,6 +24,7 @@ from energon_bridge.tools.check.lint import (
     lint_parts,
     lint_splits,
 )
+from energon_bridge.tools.check.media import TO_LEAVE_OUT_LONG
 from energon_bridge.tools.cli.output import count_of, print_json
 from energon_bridge.tools.cli.prepare_options import (
     choose_engine,
@@ -49,8 +50,8 @@ _SURPRISES = {
         f"It is learned as it stands. To leave one out, {LEAVE_OUT}.",
     ),
     "escaped": (
-        "entities of HTML in a text (&amp;, &quot;)",
-        "They are learned as they stand: unescape them in the source.",
+        "entities or tags of HTML in a text (&amp;, <br>)",
+        "They are learned as they stand: unescape or remove them in the source.",
     ),
     "marked": (
         "tokens of models in a text (<|im_end|>, <image>)",
@@ -68,6 +69,7 @@ _SURPRISES = {
         "Their mean, which the model hears, is nearly silent: write it with one channel.",
     ),
     "loud": ("a sound whose samples lie far beyond [-1, 1]", "They are taken as they are: scale them."),
+    "long": ("a sound of more than 30 s", f"{TO_LEAVE_OUT_LONG}."),
     "rejected": ("a key beside its fields by which annotators rejected it", _TAKEN),
     "held_out": ("a key beside its fields that says it is held out, unlike others of its shard", _TAKEN),
     "changed": (

@@ -280,10 +280,11 @@ def _needs(needs: dict[str, float], ranks: int, engine: str) -> Iterator[tuple[s
         yield name, size(over / ranks), size(over)
     if "disk_cache" in needs:
         yield "disk cache that holds all", "", size(needs["disk_cache"])
-    for time in ("step", "day", "run"):
+    start = f"in the first {number(int(needs.get('start_steps', 0)))} steps"
+    times = {"start": start, "step": "a step", "day": "a day", "run": "of the run"}
+    for time, said in times.items():
         if (asked := needs.get(f"requests_of_{time}")) is not None:
             read = needs[f"store_bytes_of_{time}"]
-            said = f"of the {time}" if time == "run" else f"a {time}"
             yield f"requests to the store {said}", f"{asked / ranks:,.0f}", f"{asked:,.0f}"
             yield f"bytes from the store {said}", size(read / ranks), size(read)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from energon_bridge.core.errors import ConfigurationError
+from energon_bridge.core.errors import ConfigurationError, call_settings
 from energon_bridge.core.format.foreign import format_named
 from energon_bridge.tools.cli.prepare_options import added, config_options
 
@@ -205,6 +205,7 @@ def encoder_of_model(model: str) -> Any:
     from energon_bridge.models.conversations.cooker import COOKERS
     from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 
+    call_settings({"max_sound_seconds": "in training, data.max_sound_seconds"})
     encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=_LONGEST, over_long="raise"))
     encoder.cookers = COOKERS
     return encoder

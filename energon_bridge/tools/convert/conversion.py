@@ -289,6 +289,7 @@ def _make_shard(
         _check_keys_stay(root, job.shard, before, [sample.key for sample in job.samples])
     checksums = options.checksums or has_checksums(open_store(root))  # of a source that grew, the new ones too
     shard = ShardFile(parts / job.shard, media=options.media, checksums=checksums, strict=options.skip_errors)
+    bad: list[str] = []
     try:
         for sample in job.samples:
             try:
@@ -301,7 +302,10 @@ def _make_shard(
                 if was_other and not options.skip_errors and not isinstance(error, SkipSample):
                     raise SourceError(f"{root}: {job.shard} cannot stay: {message} {_REPLACING}") from error
                 if not options.skip_errors and not isinstance(error, SkipSample):
-                    raise stopped(message) from error
+                    bad.append(message)  # all that follow in this shard are looked at, to be named together
+                    if len(bad) == MOST_BAD:
+                        break
+                    continue
                 shard.record.skipped.append(message)
                 shard.record.num_failed += not isinstance(error, SkipSample)
                 continue
@@ -311,6 +315,8 @@ def _make_shard(
             place = sample.where if doubts else f"{sample.where} (key {sample.key})"
             for doubt in sorted(doubts or _of_texts(written, fields)):
                 shard.record.doubts.setdefault(doubt, []).append(place)
+        if bad:
+            raise stopped(*bad)
     except BaseException:
         shard.abort()
         raise
@@ -399,9 +405,17 @@ _DOUBTFUL = re.compile(
 )
 
 
-def stopped(message: object) -> SourceError:
-    """Return the error of a sample at which a conversion stops, with the flag that leaves such samples out."""
-    return SourceError(f"{str(message).removesuffix('.')}. To leave such samples out: --on-error skip.")
+MOST_BAD = 10
+"""Samples that fail which are named together."""
+
+
+def stopped(first: object, *more: object) -> SourceError:
+    """Return the error of samples at which a conversion stops, with the flag that leaves such samples out."""
+    others = "".join(f"\n  {one}" for one in more)
+    return SourceError(
+        f"{str(first).removesuffix('.')}. To leave such samples out: --on-error skip."
+        + (f" These fail, too{' (more may)' * (len(more) + 1 == MOST_BAD)}:{others}" if more else "")
+    )
 
 
 def _check_folder(parts: PartsFolder, description: bytes, *, overwrite: bool) -> None:

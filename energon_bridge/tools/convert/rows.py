@@ -355,7 +355,8 @@ class located:  # noqa: N801 - used like a function
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, SourceError) and not str(error).startswith(self._where):
+        told = (self._where, f"{self._where.partition(', ')[0]}: ")
+        if isinstance(error, SourceError) and not str(error).startswith(told):
             raise SourceError(f"{self._where}: {error}") from error
 
 
@@ -591,6 +592,8 @@ def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef
 
     A file without an extension must be media by its content, unless it may be of any kind.
     """
+    if text != text.strip() and not (isinstance(root, Path) and os.path.exists(root / text)):
+        text = text.strip()  # `a.jpg, b.jpg`, cut at the commas
     text = text.removeprefix("file://")
     if "://" in text:
         raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), and name them.")
@@ -604,7 +607,8 @@ def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
         raise SourceError(
             f"the path {text!r} leads out of {root}. Name a folder that has all files: energon convert --media "
-            f"{os.path.dirname(path)}, or one above it."
+            f"{os.path.dirname(path)}, or {os.path.commonpath((os.path.abspath(root), os.path.dirname(path)))}, which "
+            "has both."
         )
     return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path, any_kind))
 
@@ -627,7 +631,7 @@ def _by_head(file: FileRef | StoredFile, name: str, any_kind: bool) -> str:
 
 def is_media_path(value: Any) -> bool:
     """Whether a value looks like the path of a media file."""
-    return _is_path(value) and kind_by_name(value) is not None
+    return _is_path(value) and kind_by_name(value.strip()) is not None
 
 
 def is_file_of(value: Any, column: str, root: MediaRoot) -> bool:

@@ -39,7 +39,7 @@ from energon_bridge.models.av.media_file import import_av
 from energon_bridge.models.conversations.parts import PLACES, medium_by_name
 from energon_bridge.models.conversations.questions import template_columns, with_texts
 from energon_bridge.models.conversations.segments import segment_meaning
-from energon_bridge.models.conversations.turns import CONVERSATIONS, find_pair
+from energon_bridge.models.conversations.turns import CONVERSATIONS, doubts_of, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import (
     FileRef,
@@ -92,7 +92,8 @@ class SoundPart(FileRef):
             with AVDecoder.open(self.path, audio_format="native") as sound:
                 return self._read(sound)
         except DecodeError as error:
-            raise SourceError(f"{self.path}: {error}") from error
+            with located(self.path):
+                raise SourceError(str(error)) from error
 
     def _read(self, sound: AVDecoder) -> bytes:
         first, last = sound.get_time_range(video=False, audio=True)  # of a file's own clock
@@ -226,7 +227,8 @@ class SpeechSource(TableSource):
 
     def _name_mark(self, text: str) -> None:
         """Log a mark that a text has, once."""
-        mark = None if self._is_named or text in _NO_SPEECH else _MARK.search(text)
+        is_told = self._is_named or text in _NO_SPEECH or doubts_of(text, learned=True)  # doubts are counted at the end
+        mark = None if is_told else _MARK.search(text)
         if mark is not None:
             self._is_named = True
             _logger.warning(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from commands import answer, energon, refusal_of
 from engine import SkippingEncoder, text_dataset
 from forecasts import opened, ranks_of, run, write_mixes
@@ -197,7 +198,12 @@ def test_diff_of_settings_and_mixes(data: Path, tmp_path: Path) -> None:
     output = energon("checkpoint", "diff", first, saved("second", moved, "weights", batch_size=3)).output
     assert "~ batch_size: 2 is 3 now" in output
     assert f"~ {data / 'a'} [train] has moved to {moved / 'a'}, with the same content" in output
-    output = energon("checkpoint", "diff", first, saved("third", data, "linear")).output
+    split = moved / "a/.nv-meta/split.yaml"
+    split.write_text(yaml.safe_dump(yaml.safe_load(split.read_text()) | {"exclude": ["train/shard_000.tar/00001"]}))
+    output = energon("checkpoint", "diff", tmp_path / "second", saved("third", moved, "weights")).output
+    assert ": the content changed\n" in output
+    assert "\n  Content: shards, sample counts and sizes, `exclude` and dataset.yaml.\n" in output
+    output = energon("checkpoint", "diff", first, saved("fourth", data, "linear")).output
     assert f"- {data / 'a'} [train]" in output
     assert f"~ {data / 'b'} [train], 30 samples" in output
     assert "weight 2/9 is 1/3 now" in output

@@ -150,13 +150,14 @@ def test_requests_and_bytes_are_those_of_a_run(
         needs = answer(*asked)["needs"]
         for _ in range(3):  # a reading thread that a busy machine keeps waiting leaves its reads to others, which join
             asked_for = []
+            at_start = 0
             for rank in range(ranks):
                 config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers, num_lanes=lanes)
                 spec = get_train_dataset(server.url, batch_size=batch_size, task_encoder=Bytes(), worker_config=config)
                 server.asked.clear()  # what opening reads
                 loader = get_savable_loader(spec)
-                for _ in itertools.islice(loader, 2000):
-                    pass
+                for step, _ in enumerate(itertools.islice(loader, 2000), start=1):
+                    at_start += len(server.asked) * (step == needs["start_steps"])
                 loader.close()
                 asked_for += server.asked
             if needs["requests_of_run"] == pytest.approx(len(asked_for), rel=0.05):
@@ -169,6 +170,9 @@ def test_requests_and_bytes_are_those_of_a_run(
         read += min(high + 1, (tmp_path / "data" / path.lstrip("/")).stat().st_size) - low
     assert needs["requests_of_run"] == pytest.approx(len(asked_for), rel=0.05)
     assert needs["store_bytes_of_run"] == pytest.approx(read, rel=0.05)
+    assert needs["start_steps"] == -(-2 * lanes // ranks)
+    ahead = 2 * ranks * max(1, workers) * needs["requests_of_start"] / (2 * lanes)  # microbatches that workers make
+    assert 0.95 * needs["requests_of_start"] <= at_start <= 1.05 * needs["requests_of_start"] + ahead
     assert "requests_of_day" not in needs, "lanes read ahead at first: the steps of a day ask for less"
     assert "a day" not in said
     assert day["requests_of_day"] == pytest.approx(2 * day["requests_of_step"])

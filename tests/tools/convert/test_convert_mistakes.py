@@ -98,6 +98,41 @@ def test_a_file_of_another_spelling_is_named(tmp_path, named):
     assert f"There is {tmp_path}/photos/a.JPG: slashes and capitals count" in message
 
 
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_blanks_around_a_path_belong_to_the_list(tmp_path, form):
+    for name in ("a.jpg", " b.jpg"):
+        (tmp_path / name).write_bytes(picture(1 if name == "a.jpg" else 2, "JPEG"))
+    rows = [{"image": " a.jpg ", "caption": "one"}, {"image": " b.jpg", "caption": "two"}]  # the second is there so
+    source = tmp_path / f"list.{form}"
+    if form == "csv":
+        source.write_text("image, caption\n a.jpg , one\na.jpg, two\n")
+    else:
+        source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = members(converted(source, tmp_path / "out", "--split-ratio", "1,0,0")).values()
+    assert picture(1, "JPEG") in found
+    assert (picture(2, "JPEG") in found) is (form == "jsonl")
+
+
+def test_bad_rows_are_named_together(tmp_path):
+    for number in range(40):
+        if number not in (9, *range(20, 40)):
+            (tmp_path / f"{number}.jpg").write_bytes(picture(number, "JPEG"))
+    source = tmp_path / "list.csv"
+    source.write_text("image,caption\n" + "".join(f"{number}.jpg,x\n" for number in range(40)))
+    flags = ("--split-ratio", "1,0,0", "--num-workers", 1)
+    message = refused(source, tmp_path / "out", *flags)
+    assert [int(number) for number in re.findall(r"/(\d+)\.jpg: cannot read", message)] == [9, *range(20, 29)]
+    assert message.count("--on-error skip") == 1
+    assert "These fail, too (more may):\n" in message
+    (tmp_path / "1.jpg").unlink()
+    for number in range(20, 40):
+        (tmp_path / f"{number}.jpg").write_bytes(picture(number, "JPEG"))
+    for more in ((), ("--dry-run",)):
+        message = refused(source, tmp_path / "out", *flags, *more)
+        assert [int(number) for number in re.findall(r"/(\d+)\.jpg: cannot read", message)] == [1, 9]
+        assert "These fail, too:\n" in message
+
+
 def test_paths_of_windows_are_named(tmp_path):
     (tmp_path / "list.csv").write_text("image,caption\nC:\\photos\\b.jpg,one\n")
     message = refused(tmp_path / "list.csv", tmp_path / "out")

@@ -622,3 +622,52 @@ def test_what_says_nothing_or_is_cut_off(tmp_path: Path) -> None:
     assert "is cut off" in told
     assert "2 samples with an empty answer" in told
     assert [said(one)[1].strip() for one in delivered(tmp_path / "out")] == ["a", "", ""]
+
+
+def test_sounds_longer_than_many_models_hear_are_told_with_what_leaves_them_out(tmp_path: Path) -> None:
+    for name, seconds in (("long", 30.5), ("short", 29.5)):
+        written(tmp_path / f"{name}.wav", seconds, rate=8000)
+    rows = [{"audio_filepath": f"{name}.wav", "text": name} for name in ("short", "long", "short")]
+    manifest = lines(tmp_path / "m.jsonl", rows)
+    told = convert(manifest, tmp_path / "out")
+    assert "1 sound of more than 30 s. Many models hear 30 s" in told
+    assert "1 sample with a sound of more than 30 s; the first is train/00000.tar/000000001" in output_of(
+        "lint", tmp_path / "out"
+    )
+    output_of("columns", "add", tmp_path / "out", "--sound-seconds")
+    mix = tmp_path / "mix.yaml"
+    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
+    mix.write_text(f"{head}    path: out\n    filter: sound_seconds <= 30\n")
+    assert [said(one)[1] for one in delivered(mix)] == ["short", "short"]
+
+
+def test_absolute_paths_of_kaldi_ask_for_a_folder_that_has_all(tmp_path: Path) -> None:
+    sounds = [written(tmp_path / f"sounds/{name}/a.wav", 0.5) for name in ("anna", "bert")]
+    data = tmp_path / "recipe/data"
+    data.mkdir(parents=True)
+    (data / "wav.scp").write_text("".join(f"u{n} {path}\n" for n, path in enumerate(sounds)))
+    (data / "text").write_text("u0 ONE\nu1 TWO\n")
+    told = refusal_of("convert", data, tmp_path / "out", "--no-progress")
+    assert f"--media {tmp_path}/sounds/anna, or {tmp_path}, which has both" in told
+    told = refusal_of("convert", data, tmp_path / "out", "--no-progress", "--media", tmp_path / "sounds/anna")
+    assert f"--media {tmp_path}/sounds/bert, or {tmp_path}/sounds, which has both" in told
+    for number, media in enumerate((tmp_path, tmp_path / "sounds", "/")):
+        convert(data, tmp_path / f"out{number}", "--media", media)
+        assert [said(one)[1] for one in delivered(tmp_path / f"out{number}")] == ["ONE", "TWO"]
+
+
+def test_a_sound_that_cannot_be_opened_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(b"RIFF    WAVE")
+    entry = {"audio_filepath": "a.wav", "offset": 0, "duration": 1, "text": "a"}
+    told = refusal_of("convert", lines(tmp_path / "m.jsonl", [entry]), tmp_path / "out", "--no-progress")
+    assert told.count("a.wav") == 1
+    assert f"m.jsonl, line 1: {tmp_path}/a.wav cannot be opened" in told
+
+
+def test_marks_that_are_counted_are_not_told_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(tmp_path / "a.wav", 0.5)
+    rows = [{"audio_filepath": "a.wav", "text": text} for text in ("so <unk> it", "so<br>it", "a [noise]")]
+    told = convert(lines(tmp_path / "m.jsonl", rows), tmp_path / "out")
+    assert "1 sample with tokens of models" in told
+    assert "1 sample with entities or tags of HTML" in told
+    assert "texts have marks such as '[noise]'" in caplog.text

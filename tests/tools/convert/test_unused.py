@@ -157,10 +157,10 @@ def test_missing_values_and_entities_are_counted(image: bool, tmp_path: Path) ->
     key = " (key 000000001)" * image
     assert "3 samples with an answer that may be a missing value (N/A, None, null, nan), learned as it st" in told
     assert f":\n  {path}, line 2{key}\n" in told
-    assert "1 sample with entities of HTML in a text (&amp;, &quot;)" in told
+    assert "1 sample with entities or tags of HTML in a text (&amp;, <br>)" in told
     linted = energon("lint", tmp_path / "out").output
     assert "3 samples with an answer that may be a missing value" in linted
-    assert "1 sample with entities of HTML in a text (&amp;, &quot;); the first is train/" in linted
+    assert "1 sample with entities or tags of HTML in a text (&amp;, <br>); the first is train/" in linted
     if not image:
         assert "3 samples with an answer that may be a missing value" in energon("lint", path).output
         assert delivered(path)[5].messages[1]["content"] == escaped  # no text is changed
@@ -170,7 +170,29 @@ def test_entities_in_questions_count_and_missing_values_there_do_not(tmp_path: P
     rows = [{"question": "None", "answer": "a"}, {"question": "A &lt; B?", "answer": "yes"}]
     told = convert(written(tmp_path, rows), tmp_path / "out", *ALL)
     assert "missing value" not in told
-    assert "1 sample with entities of HTML" in told
+    assert "1 sample with entities or tags of HTML" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "is_counted"),
+    [
+        ("<p>A dog</p><box>[[1, 2, 3, 4]]</box>", False),  # as InternVL writes places
+        ("a <b and b> c", False),
+        ("```html\n<b>bold</b>\n```", False),
+        ("<table><tr><td><b>1</b></td></tr></table>", False),
+        ("A <b>red</b> bag", True),
+        ("soft<br/>warm", True),
+        ('see <a href="https://example.org">this</a>', True),
+        ('<span class="x">size</span>', True),
+    ],
+)
+@pytest.mark.parametrize("image", [False, True])
+def test_tags_of_html_are_counted_where_no_page_is_meant(
+    text: str, is_counted: bool, image: bool, tmp_path: Path
+) -> None:
+    write_pictures(tmp_path, ["a.png"])
+    told = convert(written(tmp_path, answered("Mann", text, image=image)), tmp_path / "out", *ALL)
+    assert ("1 sample with entities or tags of HTML" in told) is is_counted
 
 
 def test_counts_are_those_of_shards_that_were_made_before(tmp_path: Path) -> None:
