@@ -34,6 +34,7 @@ from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_va
 from energon_bridge.cloud.ray import ray_engine
 from energon_bridge.cloud.ray.ray_actor import versions
 from energon_bridge.cloud.ray.ray_engine import ActorProcess, RayEngine
+from energon_bridge.cloud.ray.ray_relay import Relay
 from energon_bridge.core.errors import ConfigurationError, LoaderError
 from energon_bridge.tools.check.engines import RayShardEngine
 from energon_bridge.tools.cli.main import main
@@ -342,7 +343,26 @@ def test_what_the_cluster_cannot_place_runs_beside_the_trainer(
         assert [digest(batch) for batch in islice(loader, 20)] == expected_of(data, 20)
         counted = loader.metrics()
         assert (counted["worker_actors"], counted["local_workers"]) == (0, 2)
-    assert re.search(r"no place for 2 of 2 workers \(0, 1\) within 1 s, .*processes beside the trainer", caplog.text)
+    assert re.search(r"no place for 2 of 2 workers \(0, 1\) within 1 s: .*processes beside the trainer", caplog.text)
+    assert "No node is as large as they ask for" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "why"),
+    [
+        ([2.0, 1.0], {"CPU": 0.5}, "none"),
+        ([4.0], {"CPU": 1.5}, "full"),
+        ([4.0], {}, "full"),
+        ([4.0, 2.0], {"CPU": 3.0}, "slow"),
+    ],
+)
+def test_a_full_cluster_is_told_from_a_slow_one(total: list[float], free: dict[str, float], why: str) -> None:
+    relay = object.__new__(Relay)
+    relay._options = {"num_cpus": 3 if why != "slow" else 2, "memory": None, "resources": None}
+    relay._bad = {}
+    nodes = [{"Alive": True, "NodeID": str(n), "Resources": {"CPU": cpus}} for n, cpus in enumerate(total)]
+    relay._ray = SimpleNamespace(nodes=lambda: nodes, available_resources=lambda: free)
+    assert relay._why_unplaced() == why
 
 
 @pytest.mark.skipif(not LONG, reason="waits for clusters: set ENERGON_LONG_TESTS=1")

@@ -64,6 +64,11 @@ _KILL_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _REPLACE_SECONDS = 2.0
 """Seconds to wait for an actor that replaces one or takes over from one, before a process beside the trainer does."""
+_UNPLACED = {
+    "none": "No node is as large as they ask for: ask for less (num_cpus, memory, resources), or give it such nodes",
+    "full": "Its nodes are full: give it more, or ask for less (num_cpus, memory, resources)",
+    "slow": "It has room, so it only starts slowly: wait longer (ray_options placement_timeout_seconds)",
+}
 _SERVE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from energon_bridge.cloud.ray.ray_relay import main; main(int(sys.argv[2]))"
@@ -398,6 +403,7 @@ class RayEngine:
         starting = self._starting
         self._starting = []
         unplaced = []
+        why = ""
         runs = self._runs
         patience = self._patience
         for process, here, start_here in starting:
@@ -411,6 +417,7 @@ class RayEngine:
                 here.close()
             elif answer[0] == "unplaced":
                 unplaced.append(process.worker)
+                why = str(answer[1])
                 start_here()
             else:
                 here.close()
@@ -425,11 +432,9 @@ class RayEngine:
                     process.node = answer[1][2]  # names of hosts are not unique: several nodes may be on one
         if unplaced:
             logger.warning(
-                "the Ray cluster had no place for %d of %d workers (%s) within %g s, or still starts them: until they "
-                "run there, these are processes beside the trainer. Nothing is lost. If its nodes only start slowly, "
-                "wait longer (ray_options placement_timeout_seconds); if they are full, give it more nodes, or ask for "
-                "less (num_cpus, memory, resources)",
-                *(len(unplaced), self._config.num_workers, ", ".join(map(str, unplaced)), patience),
+                "the Ray cluster had no place for %d of %d workers (%s) within %g s: until they run there, these are "
+                "processes beside the trainer, and nothing is lost. %s",
+                *(len(unplaced), self._config.num_workers, ", ".join(map(str, unplaced)), patience, _UNPLACED[why]),
             )
 
     def move(self, ready: Callable[[], int]) -> int | None:

@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
@@ -338,10 +338,20 @@ class Relay:
     def _nodes(self) -> list[dict[str, Any]]:
         """Return the nodes that are up and large enough for an actor, without those that lost one."""
         now = time.monotonic()
+        alive = [node for node in self._ray.nodes() if node["Alive"] and self._bad.get(node["NodeID"], 0.0) < now]
+        return [node for node in alive if self._fits_in(node["Resources"])]
+
+    def _fits_in(self, there: Mapping[str, float]) -> bool:
+        """Return whether an actor has room in some resources."""
         options = self._options
         asked = {"CPU": options["num_cpus"] or 0, "memory": options["memory"] or 0} | (options["resources"] or {})
-        alive = [node for node in self._ray.nodes() if node["Alive"] and self._bad.get(node["NodeID"], 0.0) < now]
-        return [node for node in alive if all(node["Resources"].get(name, 0) >= asked[name] for name in asked)]
+        return all(there.get(name, 0) >= asked[name] for name in asked)
+
+    def _why_unplaced(self) -> str:
+        """Return why an actor is not there yet, as the engine calls it; what is free is known of all nodes together."""
+        if not self._nodes():
+            return "none"
+        return "slow" if self._fits_in(self._ray.available_resources()) else "full"
 
     def _avoided(self) -> list[str]:
         """Return the nodes on which an actor was lost a moment ago, if there are others: Ray may not know it yet."""
@@ -551,7 +561,7 @@ class Relay:
         for line in list(self._lines.values()):
             seat = line.seat
             if now > line.deadline and seat is not None:
-                self._answer("start", line.number, "unplaced", "")
+                self._answer("start", line.number, "unplaced", self._why_unplaced())
                 self._waiting[line.number] = line
                 self._forget(line)  # but not its seat, which may come
             elif line.watched and now - line.watched > options["silence_seconds"] and seat is not None:

@@ -47,8 +47,8 @@ def _parsed(
     lines: Sequence[str], delimiter: str, columns: int, header: str
 ) -> Iterator[tuple[int, int, list[str] | str]]:
     """Yield the place of the first line of each row, of the one after its last, and its fields or what is wrong."""
-    names = header.split(delimiter)[1:]
-    is_spaced = delimiter in "|," and all(name.startswith(" ") for name in names)  # `image| comment`, of Flickr30k
+    names = header.split("|")[1:]
+    is_spaced = delimiter == "|" and all(name.startswith(" ") for name in names)  # `image| comment`, of Flickr30k
     first = 0
     while first < len(lines):
         start = first

@@ -158,7 +158,8 @@ def test_all_that_is_skipped_is_named_in_a_file(tmp_path):
     before = members(tmp_path / "out")
     message = refused(source, tmp_path / "out", *flags)
     assert message.startswith(f"{source}, entry 2 (id 1): ")
-    assert message.strip().endswith("To leave such samples out: --on-error skip.")
+    assert ". To leave such samples out: --on-error skip. These fail, too:\n" in message
+    assert message.count(str(source)) == 8
     assert members(tmp_path / "out") == before
     again = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
     assert "Unchanged: 12 shards." in again

@@ -81,7 +81,7 @@ def test_values_that_do_not_fit(tmp_path: Path, line: str, message: str) -> None
         ({"caption": "x"}, {"caption": ["x", "y"]}, "caption from caption\n", 5),
         ({"caption": ["x", "y"]}, {"caption": "x"}, "caption from caption[0]\n", 5),
         ({"caption": "x"}, {"image": ["a.png"]}, "caption from caption\n", 6),
-        ({"caption": "x"}, {"image": "a.png "}, "caption from caption\n", 5),
+        ({"caption": "x"}, {"image": "a.png "}, "caption from caption\n", 6),
         ({"caption": "x"}, {"image": "nowhere/a"}, "caption from caption\n", 5),
         ({"label": 1}, {"label": None}, "label from label\n", 6),
     ],
