@@ -566,6 +566,17 @@ def template_columns(template: str) -> list[str]:
     return list(dict.fromkeys(_COLUMN.findall(template)))
 
 
+def name_column(column: str) -> str:
+    """Return the column with the names of the classes whose numbers are in another."""
+    return "label_name" if column == "label" else f"{column}_name"
+
+
+def named_value(entry: Mapping[str, Any], column: str) -> Any:
+    """Return a value of an entry; of the number of a class, its name."""
+    value = entry.get(column)
+    return entry.get(name_column(column), value) if isinstance(value, int) else value
+
+
 def with_texts(template: str, texts: Mapping[str, str]) -> str:
     """Return a template with the texts of its columns."""
     return _COLUMN.sub(lambda match: texts[match[1]], template.replace("\\n", "\n"))
@@ -590,7 +601,7 @@ def filled(
     columns = template_columns(template)
     texts = {}
     for column in columns:
-        value = entry.get(column)
+        value = named_value(entry, column)
         listed = (
             _listed(column, value) if isinstance(value, list | tuple | Mapping) and column.lower() in CHOICES else None
         )

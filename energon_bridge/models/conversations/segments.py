@@ -505,6 +505,11 @@ def may_change(name: str) -> bool:
     return bool(_changing((name,)))
 
 
+def may_be_box(name: str, value: Any) -> bool:
+    """Return whether a field of an entry with images is one that `check_parts` names as a place in one."""
+    return _part_meaning(name) == "box" and bool(_box(value, "box"))
+
+
 _logger = logging.getLogger(__name__)
 
 

@@ -22,7 +22,7 @@ from energon_bridge.models.conversations.questions import (
     template_columns,
     texts_in,
 )
-from energon_bridge.models.conversations.segments import is_used_option, may_change
+from energon_bridge.models.conversations.segments import is_used_option, may_be_box, may_change
 from energon_bridge.models.conversations.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
@@ -92,7 +92,7 @@ def name_unused(sample: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
     """Warn, once for a dataset, of filled columns of a cooked conversation that may matter and are not taken."""
     path = _path_of(sample)
     seen = _seen[path]
-    new = [name for name, value in entry.items() if name not in seen and is_filled(value)]
+    new = [name for name, value in (*entry.items(), *_of_pairs(entry)) if name not in seen and is_filled(value)]
     if not new:
         return
     seen.update(new)
@@ -100,14 +100,25 @@ def name_unused(sample: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
     unused = unused_columns(entry, has_media=has_media)
     said = "\n".join(text for name, value in entry.items() if name not in unused for text in texts_in(value))
     names = [name for name in unused if name in new and not _is_known(name, entry[name], said)]
-    if keys := [name for name in unused_keys(entry)[0] if not is_silent(name, None)]:
-        names += [f"{name} (of pairs)" for name in keys if name not in seen]
-        seen.update(keys)
+    names = [name for name in names if not (has_media and may_be_box(name, entry[name]))]  # named as such
+    keys = [name for name in unused_keys(entry)[0] if not is_silent(name, None)]
+    names += [name for name in map(_OF_PAIRS.format, keys) if name in new]
     if names:
         _warn(
             f"{path}: conversations do not use {', '.join(names)}. To have a text seen or learned, write it into a "
             "turn, the question or `system`; the others can stay, or be left out (energon convert with --ignore)"
         )
+
+
+_OF_PAIRS = "{} (of pairs)"
+
+
+def _of_pairs(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of pairs in lists, as they are named, with their values."""
+    for form in (*CONVERSATIONS, *SEVERAL):
+        for pair in entry[form] if isinstance(entry.get(form), list) else ():
+            if isinstance(pair, Mapping) and role_name(pair) is None:
+                yield from ((_OF_PAIRS.format(name), value) for name, value in pair.items())
 
 
 def name_unused_fields(path: str, sample_type: str, unused: Mapping[str, Any]) -> None:

@@ -17,10 +17,10 @@ from itertools import chain, repeat
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from energon_bridge.core.errors import ShardMissingError, SourceError, StorageError
+from energon_bridge.core.errors import SampleError, ShardMissingError, SourceError, StorageError
 from energon_bridge.core.storage import Store, open_store
-from energon_bridge.models.conversations.questions import template_columns
-from energon_bridge.models.conversations.turns import CONVERSATIONS
+from energon_bridge.models.conversations.questions import columns_of, name_column, template_columns
+from energon_bridge.models.conversations.turns import CONVERSATIONS, SEVERAL, find_pair
 from energon_bridge.tools.convert.conversations import (
     as_files,
     conversation_row,
@@ -33,7 +33,7 @@ from energon_bridge.tools.convert.conversations import (
     only_preferred,
     raw_bytes,
 )
-from energon_bridge.tools.convert.lists import propose_layout
+from energon_bridge.tools.convert.lists import CAPTIONS, propose_layout
 from energon_bridge.tools.convert.row_groups import (
     FileStamp,
     Group,
@@ -122,6 +122,8 @@ def row_of(
 ) -> Row:
     """Return values as a row; `columns` hold media and `labels` name classes. Raises SourceError."""
     with located(where):
+        if labels:
+            values = _with_names(values, labels)
         values = dict(known_form(values))
         if any(name in values for name in CONVERSATIONS):
             return conversation_row(of_table(values), where, media)
@@ -134,11 +136,34 @@ def row_of(
             if (raw := raw_bytes(value)) is not None:
                 files[column] = raw
                 del values[column]
-        for column, names in labels:
-            value = values.get(column)
-            if isinstance(value, int) and 0 <= value < len(names):
-                values["label_name" if column == "label" else f"{column}_name"] = names[value]
         return Row(where=where, values=values, files=files)
+
+
+def _with_names(values: dict[str, Any], labels: Sequence[tuple[str, tuple[str, ...]]]) -> dict[str, Any]:
+    """Return values with names of classes: in columns of their own, and instead of numbers in what is said as text."""
+    named = values
+    for path, names in labels:
+        column, *keys = path.split(".")
+        if values.get(column) is not None:
+            named = {**named, column: _named(named[column], keys, names)}
+    said = {*CONVERSATIONS, *SEVERAL, *CAPTIONS, "answers", *(find_pair(named) or ())}
+    with suppress(SampleError):  # its sample says so
+        said.update(columns_of(named))
+    own = {name: named[name] for name, _ in labels if isinstance(values.get(name), int) and named[name] != values[name]}
+    return {
+        **{name: named[name] if name in said else value for name, value in values.items()},
+        **{name_column(name): value for name, value in own.items()},
+    }
+
+
+def _named(value: Any, keys: Sequence[str], names: Sequence[str]) -> Any:
+    """Return a value with the names of its classes, which stand under some keys, or in lists."""
+    if isinstance(value, list):
+        return [_named(one, keys, names) for one in value]
+    if keys:
+        is_there = isinstance(value, dict) and value.get(keys[0]) is not None
+        return {**value, keys[0]: _named(value[keys[0]], keys[1:], names)} if is_there else value
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
 
 
 class ArrowSource:

@@ -549,7 +549,7 @@ class CocoSource:
 # For a table of unknown columns: the closest sample type, and the column for each of its fields.
 
 
-_CAPTIONS = ("caption", "text", "txt", "captions", "description", "alt", "alt_text", "title", "prompt")
+CAPTIONS = ("caption", "text", "txt", "captions", "description", "alt", "alt_text", "title", "prompt")
 _QUESTIONS = ("question", "query", "instruction", "context")
 _ANSWERS = ("answers", "answer", "response", "output", "label", "gt_answer")
 _LABELS = ("label", "labels", "class", "category", "target", "label_name", "class_name")
@@ -650,7 +650,7 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
     image = {"image": files[0]}
     bare = frozenset(files)
     question = _named(values, _QUESTIONS)
-    caption = _named(values, _CAPTIONS)
+    caption = _named(values, CAPTIONS)
     label = _named(values, _LABELS)
     if question is None and caption is not None and _ask([row.values.get(caption) for row in rows]):
         question = caption  # of POPE, whose answers are in `label`
@@ -952,7 +952,7 @@ def _is_raw(contents: Content | tuple[Content, ...]) -> bool:
 
 def caption_of(columns: Iterable[str]) -> str | None:
     """Return the column that seems to have the caption."""
-    return _named(columns, _CAPTIONS)
+    return _named(columns, CAPTIONS)
 
 
 def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:

@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
@@ -103,11 +103,21 @@ def _parquet_groups(path: str, stamp: FileStamp, metadata: Any, store: Store | N
 
 
 def _labels(metadata: Mapping[bytes, bytes] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple(
-        (name, tuple(feature["names"]))
-        for name, feature in features_of(metadata).items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and feature.get("names")
-    )
+    return tuple(label for name, feature in features_of(metadata).items() for label in _labels_of(feature, name))
+
+
+def _labels_of(feature: Any, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the columns, or keys within them (`qa.answer`), that are a `ClassLabel` or a list of such."""
+    if isinstance(feature, list):  # as older versions of `datasets` write lists
+        yield from _labels_of(feature[0] if feature else None, path)
+    elif isinstance(feature, dict):
+        if not isinstance(kind := feature.get("_type"), str):
+            for name, inner in feature.items():
+                yield from _labels_of(inner, f"{path}.{name}")
+        elif kind == "ClassLabel" and feature.get("names"):
+            yield path, tuple(feature["names"])
+        else:
+            yield from _labels_of(feature.get("feature"), path)
 
 
 def pyarrow_modules() -> Any:

@@ -41,6 +41,7 @@ from energon_bridge.core.storage import Store
 from energon_bridge.models.conversations.parts import medium_by_name
 from energon_bridge.models.conversations.questions import (
     AnswersAs,
+    named_value,
     said_by_annotators,
     template_columns,
     texts_of,
@@ -456,7 +457,7 @@ def key_of_row(row: Row, layout: Layout, number: int) -> str:
 def _filled(row: Row, template: str) -> str:
     texts = {}
     for column in template_columns(template):
-        value = row.values.get(column)
+        value = named_value(row.values, column)
         if not isinstance(value, str | int | float):
             raise SourceError(
                 f"{row.where}: `{column}` is {shown(value)}, but {template!r} needs its text or number. Fix it, or "

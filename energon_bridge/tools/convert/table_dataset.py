@@ -49,6 +49,7 @@ from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.samples import sample_type_by_name
 from energon_bridge.core.storage import OpenFiles, Store, open_store
 from energon_bridge.core.storage.forks import PerProcess
+from energon_bridge.models.conversations.questions import name_column
 from energon_bridge.models.conversations.turns import CONVERSATIONS, find_pair
 from energon_bridge.models.conversations.unused import is_filled, name_unused_fields
 from energon_bridge.models.conversations.withheld import NESTED, is_held_out, is_rejecting, may_reject, split_columns
@@ -449,7 +450,7 @@ def _column_names(files: Sequence[Sequence[Group]]) -> tuple[str, ...]:
 
 def _labelled(groups: Sequence[Group]) -> set[str]:
     """Return the columns whose labels have names."""
-    return {"label_name" if name == "label" else f"{name}_name" for group in groups for name, _ in group.labels}
+    return {name_column(name) for group in groups for name, _ in group.labels}
 
 
 def _read_values(dataset: TableDataset, column: str) -> np.ndarray:

@@ -630,6 +630,69 @@ def test_answers_that_are_numbers_of_classes_are_their_names(tmp_path: Path) -> 
         assert [one.answers for one in delivered(path)] == [["yes"], ["no"], ["yes"]]
 
 
+YES_NO = {"_type": "ClassLabel", "names": ["no", "yes"]}
+ASKED = "Answer with the option's letter from the given choices directly."
+OF_CLASSES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "pair": ({"prompt": "Is it?", "response": 1}, {"response": YES_NO}, ["Is it?", "yes"]),
+    "choices": (
+        {"question": "Is it?", "choices": [0, 1], "answer": "yes"},
+        {"choices": {"_type": "List", "feature": YES_NO}},
+        [f"Is it?\nA. no\nB. yes\n{ASKED}", "B"],
+    ),
+    "letters": (
+        {"question": "Is it?", "A": 1, "B": 0, "answer": "B"},
+        {"A": YES_NO, "B": YES_NO},
+        [f"Is it?\nA. yes\nB. no\n{ASKED}", "B"],
+    ),
+    "context": ({"question": "Is it?", "hint": 1, "answer": "so"}, {"hint": YES_NO}, ["yes\nIs it?", "so"]),
+    "list of pairs": (
+        {"qa": [{"question": "Is it?", "answer": 1}, {"question": "Now?", "answer": 0}]},
+        {"qa": [{"question": {"_type": "Value", "dtype": "string"}, "answer": YES_NO}]},
+        ["Is it?", "yes", "Now?", "no"],
+    ),
+    "pair of lists": (
+        {"qas": {"question": ["Is it?", "Now?"], "answer": [1, 0]}},
+        {"qas": {"_type": "Sequence", "feature": {"question": None, "answer": YES_NO}}},
+        ["Is it?", "yes", "Now?", "no"],
+    ),
+    "roles": (
+        {"messages": [{"role": 1, "content": "Is it?"}, {"role": 0, "content": "yes"}]},
+        {"messages": {"_type": "List", "feature": {"role": {**YES_NO, "names": ["assistant", "user"]}}}},
+        ["Is it?", "yes"],
+    ),
+    "answers": (
+        {"question": "Is it?", "answers": [1]},
+        {"answers": {"_type": "List", "feature": YES_NO}},
+        ["Is it?", "yes"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OF_CLASSES)
+def test_numbers_of_classes_in_texts_are_their_names(form: str, tmp_path: Path) -> None:
+    """A ClassLabel of the `datasets` library, whose int2str gives these."""
+    arrow = pytest.importorskip("pyarrow")
+    row, features, said = OF_CLASSES[form]
+    meta = {"huggingface": json.dumps({"info": {"features": features}})}
+    rows = arrow.Table.from_pylist([row] * 3).replace_schema_metadata(meta)
+    pytest.importorskip("pyarrow.parquet").write_table(rows, tmp_path / "rows.parquet")
+    for path in (tmp_path / "rows.parquet", converted(tmp_path / "rows.parquet", tmp_path / "out", *ALL)):
+        assert [[turn["content"] for turn in one.messages] for one in delivered(path)] == [said] * 3
+
+
+def test_names_of_classes_are_captions_and_fill_templates(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    meta = {"huggingface": json.dumps({"info": {"features": {"caption": YES_NO, "topic": YES_NO}}})}
+    image = {"bytes": picture(0), "path": None}
+    rows = arrow.Table.from_pylist([{"image": image, "caption": at, "topic": 1 - at} for at in (1, 0)])
+    path = tmp_path / "rows.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(rows.replace_schema_metadata(meta), path)
+    for source in (path, converted(path, tmp_path / "out", *ALL, "--ignore", "topic")):
+        assert [one.caption for one in delivered(source)] == ["yes", "no"]
+    filled = converted(path, tmp_path / "filled", *ALL, "--field", "caption={topic}: {caption}")
+    assert [one.caption for one in delivered(filled)] == ["no: yes", "yes: no"]
+
+
 def test_answers_that_are_numbers_become_texts_on_request(tmp_path: Path) -> None:
     write_pictures(tmp_path, ["0.jpg"])
     path = written(tmp_path, [{"image": "0.jpg", "question": "How many?", "answer": 3}])

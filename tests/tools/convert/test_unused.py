@@ -232,3 +232,25 @@ def test_tars_name_what_their_json_has(workers: int, tmp_path: Path, caplog: Any
     output_of("prepare", tmp_path / "tars", *ALL, "--sample-type", "CrudeSample", "--no-progress")
     assert len(delivered(tmp_path / "tars", num_workers=workers)) == 12
     assert sum(f"{tmp_path / 'tars'}: conversations do not use persona" in one for one in caplog.messages) == 1
+
+
+def test_keys_of_later_pairs_are_seen(tmp_path: Path, caplog: Any) -> None:
+    rows = [{"qas": [PAIR]}, {"qas": [{**PAIR, "explanation": None}]}]
+    later = {"qas": [PAIR, {**PAIR, "explanation": "Because he said so."}]}
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars/s.tar", "w") as archive:
+        for number, row in enumerate([*rows, later, later]):
+            (tmp_path / "a.json").write_text(json.dumps(row))
+            archive.add(tmp_path / "a.json", f"{number}.json")
+    output_of("prepare", tmp_path / "tars", *ALL, "--sample-type", "CrudeSample", "--no-progress")
+    assert len(delivered(tmp_path / "tars")) == 4
+    assert sum("do not use explanation (of pairs)" in one for one in caplog.messages) == 1
+
+
+def test_a_box_is_named_once(tmp_path: Path, caplog: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    image = {"bytes": picture(0, "PNG"), "path": None}
+    rows = pyarrow.Table.from_pylist([{**TALK, "image": image, "bbox": [10, 20, 30, 40]}] * 2)
+    pytest.importorskip("pyarrow.parquet").write_table(rows, tmp_path / "x.parquet")
+    assert len(delivered(tmp_path / "x.parquet")) == 2
+    assert ["a place in its image (10, 20, 30, 40)" in one for one in caplog.messages if "bbox" in one] == [True]
