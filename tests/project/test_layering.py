@@ -47,7 +47,7 @@ BUDGETS = {
     "cloud": 3_450,
     "models": 12_250,
     "trainers": 4_750,
-    "tools": 15_340,
+    "tools": 15_380,
     "compat": 2_560,
     "training": 3_150,
 }
