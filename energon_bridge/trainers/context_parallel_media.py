@@ -24,9 +24,9 @@ from energon_bridge.models.conversations.sequences import TOKEN_INPUTS
 from energon_bridge.trainers.context_parallel import TOKEN_FIELDS
 from energon_bridge.trainers.roles.encoding import EncoderBatch, cut
 
-_KINDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "image": ("image_grid_thw", "pixel_values", ()),
-    "video": ("video_grid_thw", "pixel_values_videos", ("second_per_grid_ts",)),
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "image": ("image_grid_thw", "pixel_values"),
+    "video": ("video_grid_thw", "pixel_values_videos", "second_per_grid_ts"),
 }
 """Of each kind of media: its grids, its patches, and what else has an entry for each medium."""
 
@@ -52,14 +52,13 @@ def share_media(batch: Any, *, rank: int, size: int, merge_size: int, blank_medi
     if not 0 <= rank < size:
         raise ConfigurationError(f"share_media: rank {rank} is not in range({size})")
     fields = {str(name): value for name, value in read_fields(batch).items()}
-    inner = fields.pop("visual_inputs", None)
-    inner = {} if inner is None else {str(name): value for name, value in read_fields(inner).items()}
-    given = {name: value for name, value in inner.items() if isinstance(value, Tensor) and name not in TOKEN_FIELDS}
-    given = {name: value for name, value in given.items() if name not in TOKEN_INPUTS}
-    known = {name for kind in _KINDS for name in _names(kind)}
-    given |= {name: fields[name] for name in known & fields.keys() if isinstance(fields[name], Tensor)}
-    counts = {kind: _tokens(kind, given, merge_size) for kind in _KINDS if {*_names(kind)[:2]} <= given.keys()}
-    if unknown := sorted(given.keys() - {name for kind in counts for name in _names(kind)}):
+    inner = read_fields(fields.pop("visual_inputs", None) or {})
+    known = {name for names in _KINDS.values() for name in names}
+    of_tokens = {*TOKEN_FIELDS, *TOKEN_INPUTS}
+    both = [*inner.items(), *((name, fields[name]) for name in known & fields.keys())]
+    given = {name: one for name, one in both if isinstance(one, Tensor) and name not in of_tokens}
+    counts = {kind: _tokens(kind, given, merge_size) for kind in _KINDS if {*_KINDS[kind][:2]} <= given.keys()}
+    if unknown := sorted(given.keys() - {name for kind in counts for name in _KINDS[kind]}):
         raise ConfigurationError(
             f"share_media: the batch has {', '.join(unknown)}, but only patches that have a grid for each medium "
             "(image_grid_thw, video_grid_thw) can be divided: let make_roles(context_parallel=...) divide its media "
@@ -78,7 +77,7 @@ def share_media(batch: Any, *, rank: int, size: int, merge_size: int, blank_medi
         own += [of_kind[number] for number in mine]
         if blank_media and of_kind and not mine:
             mine = [of_kind.index(min(of_kind))]
-            blank += _names(kind)
+            blank += _KINDS[kind]
         if mine:
             visual |= _taken(kind, given, slice(mine[0], mine[-1] + 1))
     tokens = fields.get("tokens") if fields.get("input_ids") is None else fields["input_ids"]
@@ -150,14 +149,9 @@ class _Gathered(torch.autograd.Function):
         return received.unflatten(0, (ranks, length)).sum(0), None, None, None
 
 
-def _names(kind: str) -> tuple[str, ...]:
-    grid, patches, more = _KINDS[kind]
-    return grid, patches, *more
-
-
 def _tokens(kind: str, given: Mapping[str, Tensor], merge_size: int) -> list[int]:
     """Return the tokens of each medium of a kind. Raises ConfigurationError if grids are not those of the patches."""
-    grid, patches, _ = _KINDS[kind]
+    grid, patches, *_ = _KINDS[kind]
     sizes = given[grid].prod(1)
     rows = given[patches].shape[0]
     if int(sizes.sum()) != rows or bool((sizes % merge_size**2).any()):
@@ -170,7 +164,7 @@ def _tokens(kind: str, given: Mapping[str, Tensor], merge_size: int) -> list[int
 
 def _taken(kind: str, given: Mapping[str, Tensor], media: slice) -> dict[str, Tensor]:
     """Return the inputs of some media of a kind that follow each other."""
-    grid, patches, more = _KINDS[kind]
+    grid, patches, *more = _KINDS[kind]
     sizes = given[grid].prod(1)
     first = int(sizes[: media.start].sum())
     taken = {name: given[name][media] for name in (grid, *more) if name in given}

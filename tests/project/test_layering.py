@@ -45,9 +45,9 @@ LAYERS = (
 BUDGETS = {
     "core": 17_610,
     "cloud": 3_450,
-    "models": 12_250,
-    "trainers": 4_750,
-    "tools": 15_380,
+    "models": 12_237,
+    "trainers": 4_691,
+    "tools": 15_363,
     "compat": 2_560,
     "training": 3_150,
 }

@@ -92,23 +92,16 @@ def lacking(blanks: Sequence[Blank], media: Collection[str], tokens: Tensor | No
     Kinds that a model reads by the same inputs (InternVL) or tokens (GLM-4V) are one: it runs the same module for them.
     """
     found: list[Blank] = []
-    names = set(media)
-    seen = set() if tokens is None else set(tokens.unique().tolist())
+    seen: set[str | int] = {*media, *([] if tokens is None else tokens.unique().tolist())}
     for blank in blanks:
-        if names.isdisjoint(blank.media) and seen.isdisjoint(blank.repeated):
+        if seen.isdisjoint({*blank.media, *blank.repeated}):
             found.append(blank)
-            names |= blank.media.keys()
-            seen |= blank.repeated
+            seen |= {*blank.media, *blank.repeated}
     return found
 
 
 def add_blanks(
-    batch: MultiModalBatch,
-    blanks: Sequence[Blank],
-    filling: PaddingValues,
-    *,
-    multiple_of: int = 1,
-    room: int | None = None,
+    batch: MultiModalBatch, blanks: Sequence[Blank], filling: PaddingValues, *, multiple_of: int, room: int | None
 ) -> MultiModalBatch:
     """Return a batch with those of some blank media that it lacks, `room` columns longer than without them.
 

@@ -57,6 +57,7 @@ def future_targets(batch: MultiModalBatch, depth: int, *, ignore: int = -100) ->
     places = torch.arange(size, device=device)
     end_of = ends[torch.searchsorted(ends, places, right=True)]
     is_token = batch.attention_mask.reshape(-1).bool()
+    fills = {"tokens": 0, "labels": ignore, "loss_mask": 0.0, "position_ids": 0}
     targets: list[FutureTargets] = []
     for ahead in range(1, depth + 1):
         at = (places + ahead).clamp(max=size - 1)
@@ -65,15 +66,8 @@ def future_targets(batch: MultiModalBatch, depth: int, *, ignore: int = -100) ->
         def moved(values: Tensor, fill: float, at: Tensor = at, is_there: Tensor = is_there) -> Tensor:
             return torch.where(is_there, values.reshape(-1)[at], fill).to(values.dtype).view(values.shape)
 
+        fields = {name: moved(getattr(batch, name), fill) for name, fill in fills.items()}
         axes = batch.mrope_position_ids
-        targets.append(
-            FutureTargets(
-                ahead=ahead,
-                tokens=moved(batch.tokens, 0),
-                labels=moved(batch.labels, ignore),
-                loss_mask=moved(batch.loss_mask, 0.0),
-                position_ids=moved(batch.position_ids, 0),
-                mrope_position_ids=None if axes is None else torch.stack([moved(axis, 0) for axis in axes]),
-            )
-        )
+        mrope = None if axes is None else torch.stack([moved(axis, 0) for axis in axes])
+        targets.append(FutureTargets(ahead=ahead, mrope_position_ids=mrope, **fields))
     return targets

@@ -184,26 +184,24 @@ def _rates_of(path: str, mix: str, batch_size: int) -> list[dict[str, float]]:
 
 
 def _print_grids(grids: list[GridForecast]) -> None:
-    more = ["holds, at most", "tokens of media"] if grids[0].holds is not None else []
-    more += ["their features"] if grids[0].features is not None else []
-    print_table(
-        ("a rank of", "ranks", "language ranks it serves", "samples a step", "media it decodes", "reads, about", *more),
-        [
-            (
-                grid.name,
-                number(grid.ranks),
-                "-" if grid.name == "language" else f"{grid.serves:g}",
-                f"{grid.samples:,.1f}",
-                f"{grid.media:,.1f}",
-                format_bytes(round(grid.reads)),
-                *([] if grid.holds is None else [format_bytes(grid.holds)]),
-                *([] if grid.tokens is None else [f"{grid.tokens:,.1f}"]),
-                *([] if grid.features is None else [format_bytes(round(grid.features))]),
-            )
-            for grid in grids
-        ],
-        left=1,
-    )
+    def size(value: float | None) -> str | None:
+        return None if value is None else format_bytes(round(value))
+
+    rows = [
+        {
+            "a rank of": grid.name,
+            "ranks": number(grid.ranks),
+            "language ranks it serves": "-" if grid.name == "language" else f"{grid.serves:g}",
+            "samples a step": f"{grid.samples:,.1f}",
+            "media it decodes": f"{grid.media:,.1f}",
+            "reads, about": size(grid.reads),
+            "holds, at most": size(grid.holds),
+            "tokens of media": None if grid.tokens is None else f"{grid.tokens:,.1f}",
+            "their features": size(grid.features),
+        }
+        for grid in grids
+    ]
+    print_table([name for name in rows[0] if rows[0][name]], [list(filter(None, row.values())) for row in rows])
 
 
 def _print_leaves(forecast: Forecast) -> None:

@@ -30,7 +30,7 @@ from energon_bridge.core.stream.rows import size_of
 from energon_bridge.tools.forecast.epochs import Forecast
 from energon_bridge.tools.forecast.planned_run import Run
 from energon_bridge.trainers.roles import make_roles
-from energon_bridge.trainers.roles.encoding import MediaTaskEncoder, blank
+from energon_bridge.trainers.roles.encoding import KINDS, LanguageTaskEncoder, MediaTaskEncoder, blank
 from energon_bridge.trainers.roles.roles import LANGUAGE, Roles, joined
 
 _LOOKED_AT = 32
@@ -95,64 +95,53 @@ def grid_forecast(
         feature_bytes: Bytes of the features of a token.
     """
     roles = make_roles(grids={name: (0, size) for name, size in sizes.items()})
-    steps = max(1, forecast.steps)
-    draws = forecast.draws / steps  # of all language ranks
-    of_step = {} if encoding is None else _of_first_steps(roles, encoding, run, forecast.steps)
-    means = np.zeros(4)
-    for leaf, of_run in zip(forecast.leaves, run.spec.leaves, strict=True):
-        means += _parts_of(of_run.dataset) * leaf.draws / max(1, forecast.draws)
-    texts, headers, media, number = means.tolist()
     language = sizes[LANGUAGE]
+    draws = forecast.draws / max(1, forecast.steps)  # of all language ranks
+    of_step = {} if encoding is None else _of_first_steps(roles, encoding, run, forecast.steps, feature_bytes)
+    shares = [leaf.draws / max(1, forecast.draws) for leaf in forecast.leaves]
+    texts, media, number = np.dot(shares, [_parts_of(leaf.dataset) for leaf in run.spec.leaves]).tolist()
     made = []
     for name in roles.names:
-        serves = language / sizes[name]
-        samples = draws / language * max(1.0, serves)
-        own = draws / sizes[name] if name != LANGUAGE else 0.0
-        holds, tokens = of_step.get(name, (None, None))
-        reads = samples * (texts + headers) + own * media
-        made.append(
-            GridForecast(
-                name=name,
-                ranks=sizes[name],
-                serves=serves,
-                samples=samples,
-                media=own * number,
-                reads=reads,
-                holds=holds,
-                tokens=tokens,
-                features=None if tokens is None or feature_bytes is None else tokens * feature_bytes,
-            )
-        )
+        ranks = sizes[name]
+        samples = draws / min(language, ranks)
+        own = draws / ranks if name != LANGUAGE else 0.0
+        read = {"samples": samples, "media": own * number, "reads": samples * texts + own * media}
+        made.append(GridForecast(name=name, ranks=ranks, serves=language / ranks, **read, **of_step.get(name, {})))
     return made
 
 
 class _BlankMedia(MediaTaskEncoder):
     """Makes what an encoder rank gets, of blank media: nothing is decoded."""
 
-    def _given(self, *args: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        images, videos, sounds = super()._given(*args)
-        return list(map(blank, images)), list(map(blank, videos)), list(map(blank, sounds))
+    def _given(self, *args: Any) -> list[list[Any]]:
+        return [list(map(blank, of_kind)) for of_kind in super()._given(*args)]
 
 
-def _of_first_steps(roles: Roles, encoding: DatasetSpec, run: Run, steps: int) -> dict[str, tuple[int, float]]:
-    """Return the most bytes of a batch, and the mean tokens of media in a step, of the ranks of each grid."""
+def _of_first_steps(
+    roles: Roles, encoding: DatasetSpec, run: Run, steps: int, feature_bytes: int | None
+) -> dict[str, dict[str, Any]]:
+    """Return what the ranks of each grid hold, and the tokens of media in a step, as the fields of a forecast."""
     encoder = encoding.settings.task_encoder
     language = roles.grids[LANGUAGE].size
     looked_at = max(1, min(steps * run.per_step, _MICROBATCHES // language))
     most = dict.fromkeys(roles.names, 0)
     tokens = 0
     for name in roles.names:
-        for part in range(roles.part(name)[1]):
-            made = roles.task_encoder(name, encoder)
-            if isinstance(made, MediaTaskEncoder):
-                made = _BlankMedia(encoder, made.kinds, (part, roles.part(name)[1]))
+        _, parts = roles.part(name)
+        for part in range(parts):
+            language_rank = name == LANGUAGE
+            made = LanguageTaskEncoder(encoder) if language_rank else _BlankMedia(encoder, KINDS[name], (part, parts))
             stream = _microbatches(encoding, made, run, looked_at * language)
             for lanes in zip(*[stream] * len(roles.served(name)), strict=True):
-                batch = lanes[0] if name == LANGUAGE else joined(lanes)
+                batch = lanes[0] if language_rank else joined(lanes)
                 most[name] = max(most[name], size_of(batch, 0))
-                tokens += 0 if name == LANGUAGE else sum(batch.num_tokens)
-    of_step = tokens * run.per_step / looked_at
-    return {name: (most[name], of_step / roles.grids[name].size) for name in roles.names}
+                tokens += 0 if language_rank else sum(batch.num_tokens)
+    found = {}
+    for name, grid in roles.grids.items():
+        of_rank = tokens * run.per_step / looked_at / grid.size
+        features = None if feature_bytes is None else of_rank * feature_bytes
+        found[name] = {"holds": most[name], "tokens": of_rank, "features": features}
+    return found
 
 
 def _microbatches(encoding: DatasetSpec, encoder: Any, run: Run, count: int) -> Iterator[Any]:
@@ -164,20 +153,17 @@ def _microbatches(encoding: DatasetSpec, encoder: Any, run: Run, count: int) -> 
 
 
 def _parts_of(dataset: Any) -> np.ndarray:
-    """Return means of a dataset's samples: bytes of texts, headers and the rest of media, and the number of media."""
+    """Return means of a dataset's samples: bytes of texts and headers, of the rest of media, and how many media."""
     if not isinstance(dataset, PreparedDataset) or not hasattr(dataset, "shard_counts"):
         raise ConfigurationError(f"--grids looks into tars, and {dataset.path} has none")
     total = int(sum(dataset.shard_counts))
     indices = np.unique(np.linspace(0, total - 1, _LOOKED_AT).astype(np.int64))
     follow = follow_links(dataset.path)
-    rows = [
-        _row_of(raw.parts(None, lambda _: True, follow)[1]) for raw in LeafReader(dataset, unread_from=0).read(indices)
-    ]
-    return np.mean(rows, 0)
+    rows = LeafReader(dataset, unread_from=0).read(indices)
+    return np.mean([_row_of(raw.parts(None, lambda _: True, follow)[1]) for raw in rows], 0)
 
 
 def _row_of(parts: dict[str, ByteRange]) -> Sequence[float]:
     media = [part.size for name, part in parts.items() if kind_by_name(name) is not None]
-    texts = sum(part.size for part in parts.values()) - sum(media)
-    heads = sum(min(HEAD, size) for size in media)
-    return texts, len(parts) * BLOCK + heads, sum(media) - heads, len(media)
+    bodies = sum(max(0, size - HEAD) for size in media)
+    return sum(BLOCK + part.size for part in parts.values()) - bodies, bodies, len(media)

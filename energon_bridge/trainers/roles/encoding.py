@@ -38,6 +38,7 @@ from energon_bridge.models.families.sound import DeferredSound, Sound
 from energon_bridge.models.families.video import FramesToDecode, frames_shape
 from energon_bridge.models.families.vision import Plan, PreparedSample, positions_of
 from energon_bridge.models.images.images import DeferredImage
+from energon_bridge.trainers.replica.balanced import Cost
 
 KINDS: Mapping[str, frozenset[Kind]] = {
     "vision": frozenset(("image", "video")),
@@ -46,21 +47,20 @@ KINDS: Mapping[str, frozenset[Kind]] = {
 }
 """The kinds of media of an encoder, by the name of its grid."""
 
+_MEDIA: Mapping[Kind, str] = {"image": "images", "video": "videos", "audio": "sounds"}
+"""Where a sample has the media of a kind, in the order in which processors take them."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A row of a batch, and the samples in it with their undecoded media."""
+class _Texts:
+    """A row, or a batch of them, and the samples in it with their undecoded media."""
 
     content: Any
     samples: tuple[PreparedSample, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A batch of texts, and its rows."""
-
-    content: Any
-    rows: Sequence[_Row]
+    @classmethod
+    def of(cls, content: Any, rows: Sequence[_Texts]) -> _Texts:
+        return cls(content, tuple(one for row in rows for one in row.samples))
 
 
 class LanguageTaskEncoder(AugmentTaskEncoder):
@@ -105,14 +105,13 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
                 "leave it out, and give blank_media=True to make_roles, which gives them to encoder ranks"
             )
         self.chat = chat
-        family = chat.family
-        self._results: dict[Kind, set[str]] = {}
-        if isinstance(family, ProcessorFamily):  # what its processor returns for each kind
+        self._processor = family = chat.family if isinstance(chat.family, ProcessorFamily) else None
+        self._results: dict[Kind, set[str]] = {}  # what its processor returns for each kind
+        if family is not None:
             kinds = family.plans.writings
-            self._results = {kind: set(family.calls.blank(kind, PROBES[kind][0], before="a ")) for kind in kinds}
+            self._results = {kind: {*family.calls.blank(kind, PROBES[kind][0], before="a ")} for kind in kinds}
         names = {name for of_kind in self._results.values() for name in of_kind}
-        self._asks = any(name in TOKEN_INPUTS or name.endswith("_grid_thw") for name in names)
-        self._asks |= isinstance(family, ProcessorFamily) and family.own_positions is not None
+        self._asks = any(map(_is_planned, names)) or (family is not None and family.own_positions is not None)
         if is_overridden(task_encoder, Hook.GROUP):
             self.batch_group_criterion = self._group
 
@@ -126,52 +125,47 @@ class LanguageTaskEncoder(AugmentTaskEncoder):
         made = self.task_encoder.preencode_sample(sample)
         return (_apart(one) for one in made) if isinstance(made, GeneratorType) else _apart(made)
 
-    def postencode_sample(self, sample: PreparedSample) -> _Row:
+    def postencode_sample(self, sample: PreparedSample) -> _Texts:
         """Return the sample without media."""
         visual, positions = self._planned_inputs(sample)
-        return _Row(sample.finished(visual, positions, of_processor=self._of_processor), (sample,))
+        return _Texts(sample.finished(visual, positions, of_processor=self._processor is not None), (sample,))
 
-    def pack_selected_samples(self, samples: Sequence[_Row]) -> _Row:
+    def pack_selected_samples(self, samples: Sequence[_Texts]) -> _Texts:
         """Join the samples of a pack."""
         made = self.task_encoder.pack_selected_samples([row.content for row in samples])
         if isinstance(made, GeneratorType):
             raise FatalSampleError("roles: pack_selected_samples must return one row for a pack, and not yield several")
-        return _Row(made, tuple(one for row in samples for one in row.samples))
+        return _Texts.of(made, samples)
 
-    def batch(self, samples: Sequence[_Row]) -> _Rows:
+    def batch(self, samples: Sequence[_Texts]) -> _Texts:
         """Collate the texts."""
-        return _Rows(self.task_encoder.batch([row.content for row in samples]), samples)
+        return _Texts.of(self.task_encoder.batch([row.content for row in samples]), samples)
 
-    def encode_batch(self, batch: _Rows) -> Any:
+    def encode_batch(self, batch: _Texts) -> Any:
         """Return the batch of texts."""
         made = self.task_encoder.encode_batch(batch.content)
         if isinstance(made, GeneratorType) or isinstance(batch.content, GeneratorType):
             raise FatalSampleError("roles: batch and encode_batch must return one batch, and not yield several")
         return made
 
-    def _group(self, row: _Row) -> Any:
+    def _group(self, row: _Texts) -> Any:
         return self.task_encoder.batch_group_criterion(row.content)
-
-    @property
-    def _of_processor(self) -> bool:
-        return isinstance(self.chat.family, ProcessorFamily)
 
     def _planned_inputs(self, sample: PreparedSample) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return what follows of the sizes of media: grids and inputs per token, and positions on three axes."""
-        family = self.chat.family
-        if not isinstance(family, ProcessorFamily):
+        family = self._processor
+        if family is None:
             grids = {
                 f"{kind}_grid_thw": torch.tensor(found)
                 for kind in ("image", "video")
                 if (found := [plan.grid for plan in sample.plans if plan.kind == kind and plan.grid is not None])
             }
-            return grids, positions_of(sample, family)
+            return grids, positions_of(sample, self.chat.family)
         visual: dict[str, Tensor] = {}
         positions = None
         if sample.plans and self._asks:  # a processor makes them of blank media, too: they follow from sizes
-            media = (list(map(blank, of_kind)) for of_kind in (sample.images, sample.videos, sample.sounds))
-            made = family.processed(sample, *media)
-            visual = {name: one for name, one in made.items() if name in TOKEN_INPUTS or name.endswith("_grid_thw")}
+            made = family.processed(sample, *(list(map(blank, getattr(sample, name))) for name in _MEDIA.values()))
+            visual = {name: one for name, one in made.items() if _is_planned(name)}
             positions = family.positions(sample.tokens, sample.mm_token_type_ids, made)
         return visual | family.token_inputs(sample), positions
 
@@ -183,8 +177,8 @@ class EncoderBatch(Batch):
     The order is: microbatch, language rank, row, token. `visual_inputs`: what the model's encoder takes, such as
     `pixel_values` and `image_grid_thw`; empty if no row has such media. Lists have an entry for each microbatch of each
     language rank: `input_ids`, its tokens, int64 (B, S), to count those of media, always on the host; `num_tokens`, its
-    media's tokens in this batch; `num_media`, how many media these are; `row_tokens`, the tokens by row; `part_tokens`,
-    by kind (`image`, `video`, `audio`), the tokens of each rank that its media are divided between. `blank_media` has
+    media's tokens in this batch; `num_media`, how many media these are; `part_tokens`, by kind (`image`, `video`,
+    `audio`), the tokens of each rank that its media are divided between. `blank_media` has
     the names of the inputs that are of a blank medium, whose features belong to no token. `pixel_norm` is there where
     pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
@@ -195,7 +189,6 @@ class EncoderBatch(Batch):
     input_ids: list[Tensor]
     num_tokens: list[int]
     num_media: list[int]
-    row_tokens: list[list[int]] = field(default_factory=list)
     part_tokens: list[dict[str, list[int]]] = field(default_factory=list)
     blank_media: list[str] = field(default_factory=list)
     pixel_norm: Tensor | None = None
@@ -228,11 +221,7 @@ class MediaTaskEncoder(LanguageTaskEncoder):
     """
 
     def __init__(
-        self,
-        task_encoder: Any,
-        kinds: frozenset[Kind],
-        part: tuple[int, int] = (0, 1),
-        cost: Callable[[Any], float] | None = None,
+        self, task_encoder: Any, kinds: frozenset[Kind], part: tuple[int, int] = (0, 1), cost: Cost | None = None
     ) -> None:
         super().__init__(task_encoder)
         self.kinds = kinds
@@ -255,11 +244,11 @@ class MediaTaskEncoder(LanguageTaskEncoder):
         taken = placeholder_tokens(self.chat.family)
         return [self.chat._blank(kind) for kind in sorted(self.kinds) if taken.get(kind)]
 
-    def encode_batch(self, batch: _Rows) -> LaneMedia:
+    def encode_batch(self, batch: _Texts) -> LaneMedia:
         """Make the batch of texts as a language rank does, then the media of this rank's part of it."""
         text = super().encode_batch(batch)
         try:
-            return self._with_media(batch.rows, text)
+            return self._with_media(batch.samples, text)
         except FatalSampleError:
             raise
         except Exception as error:
@@ -268,23 +257,19 @@ class MediaTaskEncoder(LanguageTaskEncoder):
                 "out, since the language ranks have its tokens"
             ) from error
 
-    def _with_media(self, rows: Sequence[_Row], text: Any) -> LaneMedia:
-        samples = [sample for row in rows for sample in row.samples]
+    def _with_media(self, samples: Sequence[PreparedSample], text: Any) -> LaneMedia:
         wanted, part_tokens = self._cut(samples)
         made, blanks = self._made(samples, wanted)
         given: Callable[[str], Any] = text.get if isinstance(text, dict) else lambda name: getattr(text, name, None)
         tokens = given("tokens") if given("input_ids") is None else given("input_ids")
-        places = iter(wanted)
-        row_tokens = [sum(one.plans[place].tokens for one in row.samples for place in next(places)) for row in rows]
         visual = join_visual(made, [0] * len(made), count=1) if any(made) else {}
         return LaneMedia(
             __key__=list(given("__key__")),
             __restore_key__=given("__restore_key__") or (),
             visual_inputs=visual,
             input_ids=[tokens],
-            num_tokens=[sum(row_tokens)],
+            num_tokens=[sum(of_kind[self.part[0]] for of_kind in part_tokens.values())],
             num_media=[sum(map(len, wanted))],
-            row_tokens=[row_tokens],
             part_tokens=[part_tokens],
             blanks=blanks,
             cost=0.0 if self.cost is None else float(self.cost(text)),
@@ -300,7 +285,7 @@ class MediaTaskEncoder(LanguageTaskEncoder):
         units: list[tuple[int, list[int]]] = []
         for number, sample in enumerate(samples):
             places = [place for place, plan in enumerate(sample.plans) if plan.kind in self.kinds]
-            together = [places] * bool(places) if self._of_processor else [[place] for place in places]
+            together = [places] * bool(places) if self._processor else [[place] for place in places]
             units += [(number, unit) for unit in together]
         sizes = [sum(samples[number].plans[place].tokens for place in unit) for number, unit in units]
         wanted: list[list[int]] = [[] for _ in samples]
@@ -333,45 +318,38 @@ class MediaTaskEncoder(LanguageTaskEncoder):
         for sample, places, media in zip(samples, wanted, given, strict=True):
             pairs = [[next(tried) for _ in of_kind] for of_kind in media]
             failed = [error for of_kind in pairs for _, error in of_kind if error]
-            visual: dict[str, Tensor] = {}
-            if places:
-                try:
-                    visual = self._inputs(sample, places, *([value for value, _ in of_kind] for of_kind in pairs))
-                except SampleError as error:
-                    failed.append(str(error))
-                    visual = self._inputs(sample, places, *(list(map(blank, of_kind)) for of_kind in media))
-            out.append(visual)
+            try:
+                out.append(self._inputs(sample, places, [[value for value, _ in of_kind] for of_kind in pairs]))
+            except SampleError as error:
+                failed.append(str(error))
+                out.append(self._inputs(sample, places, [list(map(blank, of_kind)) for of_kind in media]))
             blanks += [f"sample {sample_key(sample)!r}: {error}" for error in failed]
         return out, blanks
 
-    def _given(self, sample: PreparedSample, places: Sequence[int]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the images, videos and sounds of a sample that are to be made, or that a processor must have."""
-        media = list(sample.images), list(sample.videos), list(sample.sounds)
-        if not places:
-            return [], [], []
-        if self._of_processor:
-            kinds: tuple[Kind, Kind, Kind] = ("image", "video", "audio")
-            images, videos, sounds = (
-                of_kind if kind in self.kinds else list(map(blank, of_kind))
-                for kind, of_kind in zip(kinds, media, strict=True)
-            )
-            return images, videos, sounds
-        turn = {"image": iter(media[0]), "video": iter(media[1])}
-        values = [(plan.kind, place in places, next(turn[plan.kind])) for place, plan in enumerate(sample.plans)]
-        images, videos = ([one for kind, own, one in values if own and kind == wanted] for wanted in turn)
-        return images, videos, []
+    def _given(self, sample: PreparedSample, places: Sequence[int]) -> list[list[Any]]:
+        """Return the media of a sample by kind that are to be made, or that a processor must have."""
+        media: dict[Kind, list[Any]] = {kind: [*getattr(sample, name)] * bool(places) for kind, name in _MEDIA.items()}
+        if self._processor:
+            return [one if kind in self.kinds else list(map(blank, one)) for kind, one in media.items()]
+        turn = {kind: iter(one) for kind, one in media.items()}
+        own = [(plan.kind, next(turn[plan.kind]), place) for place, plan in enumerate(sample.plans) if places]
+        return [[one for kind, one, place in own if kind == wanted and place in places] for wanted in turn]
 
-    def _inputs(
-        self, sample: PreparedSample, places: Sequence[int], images: list[Any], videos: list[Any], sounds: list[Any]
-    ) -> dict[str, Tensor]:
+    def _inputs(self, sample: PreparedSample, places: Sequence[int], media: Sequence[list[Any]]) -> dict[str, Tensor]:
         """Return what the model's encoder takes. Raises SampleError."""
-        family = self.chat.family
-        if isinstance(family, ProcessorFamily):
-            made = family.processed(sample, images, videos, sounds)
+        if not places:
+            return {}
+        if self._processor:
+            made = self._processor.processed(sample, *media)
             return {name: one for name, one in made.items() if name not in TOKEN_INPUTS and name not in self._foreign}
-        assert family is not None
+        assert self.chat.family is not None
         plans = sorted((sample.plans[place] for place in places), key=lambda plan: plan.kind)
-        return family.process(images, videos, plans)
+        return self.chat.family.process(*media[:2], plans)
+
+
+def _is_planned(name: str) -> bool:
+    """Whether an input follows from the sizes of media: those of tokens, and grids."""
+    return name in TOKEN_INPUTS or name.endswith("_grid_thw")
 
 
 def _threads() -> Threads:
@@ -381,7 +359,8 @@ def _threads() -> Threads:
 
 def _apart(sample: PreparedSample) -> PreparedSample:
     """Return a sample whose media the engine does not decode: it looks into lists."""
-    return replace(sample, images=tuple(sample.images), videos=tuple(sample.videos), sounds=tuple(sample.sounds))  # type: ignore[arg-type]
+    media: dict[str, Any] = {name: tuple(getattr(sample, name)) for name in _MEDIA.values()}
+    return replace(sample, **media)
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[int]:
@@ -409,13 +388,10 @@ def _tried(value: Any) -> tuple[Any, str]:
 def blank(value: Any) -> Any:
     """Return a blank medium of the size of one that is not decoded; nothing of it is read."""
     if isinstance(value, DeferredImage):
-        width, height = value.size
-        return np.zeros((height, width, 3), np.uint8)
-    if isinstance(value, DeferredVideo):
-        value = value.video
+        return np.zeros((*value.size[::-1], 3), np.uint8)
+    if isinstance(value, DeferredVideo | DeferredSound):
+        value = value.video if isinstance(value, DeferredVideo) else value.sound
     if isinstance(value, VideoFrames) and isinstance(value.frames, FramesToDecode):
         count, height, width = frames_shape(value.frames)
         return replace(value, frames=torch.zeros(count, 3, height, width, dtype=torch.uint8))
-    if isinstance(value, DeferredSound):
-        value = value.sound
     return np.zeros(value.length, np.float32) if isinstance(value, Sound) else value

@@ -9,7 +9,7 @@ counts the special ones in them to send its features to the language ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,18 +19,12 @@ from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.models.conversations.inputs import loss_weights
 from energon_bridge.models.conversations.sequences import pad_to
 from energon_bridge.models.images.devices import normalise_on_device
-from energon_bridge.models.packing.packed_sequences import packed_seq_params
+from energon_bridge.models.packing.packed_sequences import ends_of_packs
 from energon_bridge.trainers.roles.encoding import EncoderBatch
 from energon_bridge.trainers.roles.roles import LANGUAGE
 
-_PACKING = (
-    "cu_seqlens_q",
-    "cu_seqlens_kv",
-    "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded",
-    "max_seqlen_q",
-    "max_seqlen_kv",
-)
+_PACKING = [f"{name}_{of}" for name in ("cu_seqlens", "max_seqlen") for of in ("q", "kv")]
+_PACKING += ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +59,8 @@ def mimo_inputs(step: Mapping[str, Any], encoders: Mapping[str, MimoEncoder]) ->
     """
     if missing := sorted(step.keys() - encoders.keys() - {LANGUAGE}):
         raise ConfigurationError(f"mimo_inputs: say in encoders where the media of {', '.join(missing)} go")
-    inputs: dict[str, Any] = dict.fromkeys(
-        ("input_ids", "position_ids", "attention_mask", "loss_mask", "labels", "packing_kwargs")
-    )
-    inputs["modality_inputs"] = {}
+    names = ("input_ids", "position_ids", "attention_mask", "loss_mask", "labels", "packing_kwargs")
+    inputs: dict[str, Any] = dict.fromkeys(names) | {"modality_inputs": {}}
     for name, batch in step.items():
         if name == LANGUAGE:
             inputs |= _language(batch)
@@ -103,21 +95,17 @@ def _check_media(name: str, batch: EncoderBatch, *, beside: bool) -> None:
 
 
 def _language(batch: Any) -> dict[str, Any]:
-    if isinstance(batch, Mapping):  # of BridgeTaskEncoder
-        packing = {name: batch[name] for name in _PACKING} if batch.get("cu_seqlens_q") is not None else None
-        mrope = batch.get("mrope_position_ids")
-        kept = {name: batch[name] for name in ("input_ids", "labels", "loss_mask")}
-        return kept | {"position_ids": batch["position_ids"] if mrope is None else mrope, "packing_kwargs": packing}
+    of_bridge = isinstance(batch, Mapping)  # of BridgeTaskEncoder
+    given: Callable[[str], Any] = batch.get if of_bridge else lambda name: getattr(batch, name)
     packing = None
-    if batch.cu_seqlens is not None:
-        params = packed_seq_params(batch)
-        packing = {name: getattr(params, name) for name in _PACKING}
-    plain = batch.mrope_position_ids is None
+    if given("cu_seqlens_q" if of_bridge else "cu_seqlens") is not None:
+        packing = {name: batch[name] for name in _PACKING} if of_bridge else ends_of_packs(batch, mtp=False)
+    mrope, mask = given("mrope_position_ids"), given("loss_mask")
     return {
-        "input_ids": batch.tokens,
-        "position_ids": batch.position_ids if plain else batch.mrope_position_ids,
-        "labels": batch.labels,
-        "loss_mask": None if batch.loss_mask is None else loss_weights(batch),
+        "input_ids": given("input_ids" if of_bridge else "tokens"),
+        "position_ids": given("position_ids") if mrope is None else mrope,
+        "labels": given("labels"),
+        "loss_mask": mask if of_bridge or mask is None else loss_weights(batch),
         "packing_kwargs": packing,
     }
 

@@ -31,7 +31,7 @@ from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.ranks import gathered as values_of_ranks
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.order.topology import Ownership
-from energon_bridge.core.worker_config import WorkerConfig, distributed
+from energon_bridge.core.worker_config import distributed
 from energon_bridge.models.conversations.blank_media import Blank, lacking
 from energon_bridge.models.conversations.sequences import join_visual
 from energon_bridge.trainers.replica import StageKeys
@@ -108,11 +108,10 @@ def make_roles(
         ConfigurationError: A grid is unknown, missing, or does not fit that of the language model.
     """
     if LANGUAGE not in grids or len(grids) < 2 or grids.keys() - KINDS.keys() - {LANGUAGE}:
-        names = ", ".join(repr(name) for name in sorted(grids))
-        raise ConfigurationError(
-            f"make_roles: grids must have 'language' and at least one of {', '.join(sorted(KINDS))}, got {names}"
-        )
-    found = {name: _grid(name, group) for name, group in sorted(grids.items())}
+        given, known = ", ".join(map(repr, sorted(grids))), ", ".join(sorted(KINDS))
+        raise ConfigurationError(f"make_roles: grids must have 'language' and at least one of {known}, got {given}")
+    names = sorted(grids, key=lambda name: (name != LANGUAGE, name))
+    found = {name: _grid(name, grids[name]) for name in names}
     if any(grid.size == 0 for grid in found.values()):
         if distributed() is None:
             raise ConfigurationError(
@@ -204,22 +203,25 @@ class Roles:
     @property
     def names(self) -> tuple[str, ...]:
         """The grids that this process is of, `language` first."""
-        own = [name for name, grid in self.grids.items() if grid.rank is not None]
-        return tuple(sorted(own, key=lambda name: (name != LANGUAGE, name)))
+        return tuple(name for name, grid in self.grids.items() if grid.rank is not None)
 
     @property
     def place(self) -> dict[str, Any]:
         """Rank and world size of a configuration for all loaders of this process; each takes its own of the grids."""
         return {"rank": self.served(self.names[0])[0] if self.names else 0, "world_size": self.grids[LANGUAGE].size}
 
-    def served(self, name: str) -> range:
-        """Return the language ranks that this process serves as a rank of an encoder; as a language rank, itself."""
+    def served(self, name: str, *, dealt: bool = False) -> range:
+        """Return the language ranks that this process serves as a rank of an encoder; as a language rank, itself.
+
+        Where microbatches are dealt, a language rank makes the texts of its block.
+        """
         grid = self.grids[name]
         size = self.grids[LANGUAGE].size
         if grid.rank is None:
             return range(0)
-        first = grid.rank * size // grid.size
-        return range(first, first + max(1, size // grid.size))
+        count = self.block if dealt and name == LANGUAGE else max(1, size // grid.size)
+        first = grid.rank * size // grid.size // count * count
+        return range(first, first + count)
 
     def part(self, name: str) -> tuple[int, int]:
         """Return which part of the media of these language ranks it gets, of how many."""
@@ -232,23 +234,6 @@ class Roles:
         """How many language ranks in a row each encoder serves with one rank."""
         size = self.grids[LANGUAGE].size
         return math.gcd(*(max(1, size // grid.size) for name, grid in self.grids.items() if name != LANGUAGE))
-
-    def place_of(self, name: str, *, dealt: bool = False) -> dict[str, Any]:
-        """Return what the configuration of this process's loader for a role has of its own.
-
-        Where microbatches are dealt, a language rank makes the texts of its block.
-        """
-        served = self.served(name)
-        language = name == LANGUAGE and not dealt
-        if name == LANGUAGE and dealt:
-            first = served[0] - served[0] % self.block
-            served = range(first, first + self.block)
-        return {
-            "rank": served[0],
-            "world_size": self.grids[LANGUAGE].size,
-            "data_parallel_group": self.grids[name].group if language else None,
-            "serves": None if language else len(served),
-        }
 
     def task_encoder(self, name: str, task_encoder: Any, cost: Cost | None = None) -> Any:
         """Return the task encoder for a role. Raises ConfigurationError if the encoder cannot be used for roles."""
@@ -278,13 +263,15 @@ class Roles:
             )
         if not self.names:
             raise ConfigurationError("roles: this process is of none of the grids, so it loads nothing")
-        loaders = {}
-        blank = {}
-        deal = None
-        if balance is not None:
-            deal = make_deal(dataset, balance, language=self.grids[LANGUAGE].size, block=self.block)
+        loaders, blank = {}, {}
+        size = self.grids[LANGUAGE].size
+        deal = None if balance is None else make_deal(dataset, balance, language=size, block=self.block)
         for name in self.names:
-            config = replace(dataset.worker_config, **self.place_of(name, dealt=deal is not None))
+            ranks = self.served(name, dealt=deal is not None)
+            own: dict[str, Any] = {"data_parallel_group": None, "serves": len(ranks)}
+            if name == LANGUAGE and deal is None:
+                own = {"data_parallel_group": self.grids[name].group, "serves": None}
+            config = replace(dataset.worker_config, rank=ranks[0], world_size=size, **own)
             encoder = self.task_encoder(name, dataset.settings.task_encoder, balance)
             blank[name] = encoder.blank_media() if self.blank_media and name != LANGUAGE else []
             spec = replace(dataset.with_settings(task_encoder=encoder), worker_config=config)
@@ -305,6 +292,8 @@ class RoleLoader:
 
     Attributes:
         blanks: Media that were delivered blank since they could not be decoded.
+        spec: The dataset.
+        config: Ranks and workers of its first role.
     """
 
     def __init__(
@@ -319,6 +308,7 @@ class RoleLoader:
         self._blank_media = blank_media
         self.blanks = 0
         self._first: SavableDataLoader = next(iter(loaders.values()))
+        self.spec, self.config = self._first.spec, self._first.config
         self._step: dict[str, Any] = {}
         self._dealt: dict[str, DealtStream] = {}
         if deal is not None:
@@ -327,16 +317,6 @@ class RoleLoader:
                 own = [served[0] % deal.ranks] if name == LANGUAGE else range(len(served))
                 self._dealt[name] = DealtStream(loader, deal, own)
         self._restart()
-
-    @property
-    def spec(self) -> DatasetSpec:
-        """The dataset."""
-        return self._first.spec
-
-    @property
-    def config(self) -> WorkerConfig:
-        """Ranks and workers of its first role."""
-        return self._first.config
 
     @property
     def ownership(self) -> Ownership:
@@ -507,7 +487,7 @@ def joined(lanes: Sequence[LaneMedia], blanks: Sequence[Blank] = ()) -> EncoderB
     blank = {name: value for one in lacking(blanks, visual) for name, value in one.media.items()}
     visual |= blank
     has_pixels = any(name.startswith("pixel_values") for name in visual)
-    names = ("input_ids", "num_tokens", "num_media", "row_tokens", "part_tokens")
+    names = ("input_ids", "num_tokens", "num_media", "part_tokens")
     lists: dict[str, Any] = {name: [one for lane in lanes for one in getattr(lane, name)] for name in names}
     return EncoderBatch(
         __key__=[key for lane in lanes for key in lane.__key__],
