@@ -205,11 +205,13 @@ SPANS: list[dict[str, Any]] = [
     {"video_end": 2},
     {"clip_start_frame": 3, "clip_end_frame": 9},
     {"window": [0.5, 1.5], "event": [0, 1]},
+    {"meta": {"split": [0.2, 1.1], "duration": 2.4}},  # VTimeLLM
 ]
 NO_SPANS: list[dict[str, Any]] = [
     {"time": "2024-01-01", "timestamp": 1700000000, "duration": 2.4, "fps": 25, "num_frames": 60},
     {"start_time": "2024-01-01T10:00:00", "end_time": "2024-01-01 11:00"},
     {"bbox": [1, 2, 3, 4], "box": [[1, 2], [3, 4]], "size": [24, 32], "metadata": {"resolution": [24, 32]}},
+    {"split": "train", "meta": {"split": "val-1"}, "splits": ["train", "val"]},
     {"answer_span": [1, 2], "scores": [0.1, 0.7], "ratings": [3, 5], "char_start": 3, "char_end": 9},
     {"start": None, "end": None, "clip": "", "offset": 0, "span": "first half", "years": "1990-1995"},
     {"image_sizes": [[24, 32]], "versions": [1, 2], "start_page": 3, "end_page": 9},

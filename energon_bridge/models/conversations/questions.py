@@ -53,6 +53,7 @@ _RIGHT = (
     *("target", "gold", "ground_truth", "gt", "solution_idx", "gt_answer", "answer_letter", "answer_label"),
 )
 _SAID = ("answer", "output", "response", "completion", "assistant", "gpt", "answers")
+_TOLD = ("text", "sentence", "transcription", "raw_transcription", "transcript", "normalized_text", "caption")
 _LETTER = "Answer with the option's letter from the given choices directly."  # of LLaVA 1.5
 
 _ASKS_LETTER = re.compile(
@@ -593,6 +594,9 @@ def filled(
         SampleError: A column has no text, there is no answer, or it is not clear which choice is right.
     """
     right = pair[1] if pair is not None else _column(entry, (*_SAID, *_RIGHT), _is_plain)
+    if right is None:
+        free = {name: value for name, value in entry.items() if name not in template_columns(template)}
+        right = _column(free, _TOLD, _is_plain)
     if right is None:
         raise SampleError(f"there is no answer to the question: {', '.join(entry)}")
     names = (f"{right}_name", *(("category",) if right == "target" else ()))  # of the number of a class; of ESC-50

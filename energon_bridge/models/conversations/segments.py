@@ -96,7 +96,7 @@ _OF_OTHERS = frozenset(
         *("height", "pixel", "ratio", "aspect", "label", "class", "page", "char", "character", "token", "word", "line"),
         *("year", "date", "day", "month", "version", "lat", "lon", "rank", "level", "weight", "channel", "answer"),
         *("option", "choice", "rating", "vote", "volume", "price", "temperature", "byte", "row", "column", "layer"),
-        *("prob", "logprob", "embedding", "vector", "feature", "scale", "crop", "age", "speed", "split", "name"),
+        *("prob", "logprob", "embedding", "vector", "feature", "scale", "crop", "age", "speed", "name"),
         *("wh", "hw", "width", "gps", "geo", "latlon", "lonlat", "latlong", "lng", "long"),
     )
 )
@@ -657,7 +657,9 @@ def _spans(entry: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, li
         if isinstance(value, str) and value[:1] in ("[", "{") and len(value) < _LONGEST_TEXT:
             with suppress(ValueError, RecursionError):
                 value = json.loads(value)
-        is_named = not _OF_SPANS.isdisjoint(_kinds(name))
+        is_named = not _OF_SPANS.isdisjoint(_kinds(name)) or (
+            name == "split" and not isinstance(value, str)
+        )  # VTimeLLM
         if spans := _spans_of(value, has_texts=is_named):
             if is_named or not (is_metadata(name) or _are_ids(name, value)):
                 yield f"{before}{name}", spans

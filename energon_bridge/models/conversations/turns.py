@@ -80,9 +80,9 @@ KNOWN_BESIDE = frozenset(
 )
 """Names that never are texts of a question."""
 
-_PAIRS_OF = ("texts", "dialog", "dialogs", "dialogue", "qa_pairs", "qas", "qa")
+_PAIRS_OF = ("texts", "dialog", "dialogs", "dialogue", "qa_pairs", "qas", "qa", "questions")
 _ASKED_AND_SAID = ("questions", "answers")
-SEVERAL = (*_PAIRS_OF, *_ASKED_AND_SAID)
+SEVERAL = (*_PAIRS_OF, _ASKED_AND_SAID[1], "QA")
 """Columns of several questions with their answers."""
 _CALLS = ("function_call", "tool_call")
 _RESULTS = ("observation", "tool_response", "function", "ipython")
@@ -203,11 +203,12 @@ def with_turns(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def has_pairs(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry has several pairs in place of turns: a list of them, or a list of questions."""
-    return _pairs_of(entry) is not None or _questions_of(entry) is not None
+    return _pairs_of(_of_videochat2(entry)) is not None or _questions_of(entry) is not None
 
 
 def _with_pairs(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an entry with its pairs as its turns, and what is beside them in the first. Raises SampleError."""
+    entry = _of_videochat2(entry)
     listed = _pairs_of(entry)
     asked = _questions_of(entry)
     if form_of(entry) is not None or (listed is None and asked is None):
@@ -225,6 +226,18 @@ def _with_pairs(entry: Mapping[str, Any]) -> Mapping[str, Any]:
             pairs = [{**pair, name: choices} for pair, choices in zip(pairs, rest.pop(name), strict=True)]
     contexts = {name: rest.pop(name) for name in list(rest) if name.lower() in CONTEXTS and name not in pairs[0]}
     return {**rest, CONVERSATIONS[-1]: [{**contexts, **pairs[0]}, *pairs[1:]]}
+
+
+def _of_videochat2(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an entry with `QA` as pairs: `i` is the system prompt, or without `q`, as of captions, the question."""
+    pairs = entry.get("QA")
+    if not isinstance(pairs, list) or not all(isinstance(one, Mapping) and "a" in one for one in pairs):
+        return entry
+    asked = [
+        {**without(one, "i"), "system": one.get("i")} if one.get("q") else {**without(one, "i"), "q": one.get("i")}
+        for one in pairs
+    ]
+    return {**without(entry, "QA"), "qa": asked}
 
 
 def _pairs_of(entry: Mapping[str, Any]) -> tuple[str, Sequence[Mapping[str, Any]]] | None:

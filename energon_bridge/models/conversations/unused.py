@@ -80,7 +80,8 @@ def unused_keys(entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             if role_name(turn) is not None:
                 of_turns |= dict.fromkeys(_keys(turn, _OF_TEMPLATES))
             elif isinstance(turn, Mapping) and (pair := find_pair(turn)) is not None:
-                of_pairs |= dict.fromkeys(_keys(turn, (*pair, *BESIDE_PAIRS, *SYSTEMS, *columns_of(turn))))
+                taken = (*pair, *BESIDE_PAIRS, *SYSTEMS, *columns_of(turn), *(["i"] if name == "QA" else []))
+                of_pairs |= dict.fromkeys(_keys(turn, taken))
     return list(of_pairs), list(of_turns)
 
 

@@ -423,9 +423,10 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         if (asked := asking_column(rows)) is not None:
             click.echo(f"  to make conversations: --question '{{{asked}}}'")
         elif (text := text_of_sounds(rows)) is not None:
-            click.echo(
-                f"  to ask for {text}: list sounds in columns audio_filepath and text, as NeMo does, and give --prompt"
-            )
+            remedy = "list sounds in columns audio_filepath and text, as NeMo does, and give --prompt"
+            if source.kind in ("parquet", "Hugging Face dataset"):
+                remedy = "--question 'Transcribe the speech.'"
+            click.echo(f"  to ask for {text}: {remedy}")
     if rows and layout.question is not None:
         with suppress(SampleError):  # its sample says so
             values = rows[0].values

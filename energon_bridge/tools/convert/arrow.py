@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -321,6 +322,8 @@ def parquet_files(path: Path) -> list[tuple[str, Path]]:
     for log, kind in (("_delta_log", "Delta"), (".hoodie", "Hudi"), ("metadata/*.metadata.json", "Iceberg")):
         if next(path.rglob(log), None) is not None:
             raise of_log(str(path), kind)
+    for folder, _, listed in os.walk(path):
+        check_format(folder, listed)
     names = [one.relative_to(path) for one in path.rglob("*.parquet") if one.is_file()]
     found = parts_of(names, str(path))
     if configs := check_card_in(path, found):
@@ -335,6 +338,30 @@ def of_log(where: str, kind: str) -> SourceError:
         "that were deleted or changed. Write the current rows as parquet files into another folder, by the library of "
         f"{kind}."
     )
+
+
+def check_format(folder: str, names: Sequence[str]) -> None:
+    """Raise SourceError if the names in a folder are those of a set that its own library reads, not this one."""
+    kind = None
+    if os.path.basename(folder) == "_versions" and any(name.endswith(".manifest") for name in names):
+        kind, folder = "Lance (lance.dataset)", os.path.dirname(folder)
+    elif (os.path.basename(folder) == "meta" and "info.json" in names) or "index.json" in names:
+        with suppress(ValueError, OSError):
+            said = json.loads(Path(folder, "index.json" if "index.json" in names else "info.json").read_bytes())
+            kind = next((kind for kind, keys in _OWN.items() if isinstance(said, dict) and keys <= said.keys()), None)
+    if kind is not None:
+        raise SourceError(
+            f"{folder}: is of {kind}, whose rows and media only its library puts together: loop over its dataset, and "
+            "write each sample with ShardWriter."
+        )
+
+
+_OWN = {
+    "LeRobot (LeRobotDataset)": {"codebase_version"},
+    "litdata (StreamingDataset)": {"chunks", "config"},
+    "MosaicML Streaming (StreamingDataset)": {"shards", "version"},
+}
+"""Sets by the keys of their index, each with the class that reads it."""
 
 
 def parts_of(names: Iterable[PurePath], where: str) -> list[tuple[str, PurePath]]:

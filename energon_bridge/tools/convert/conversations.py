@@ -196,8 +196,12 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
         except binascii.Error as error:
             raise SourceError(f"`{column}`: cannot read the {'data URI' if is_uri else 'base64'}: {error}.") from error
     if not isinstance(value, str):
-        raise SourceError(f"`{column}`: expected the path of a file, found {shown(value)}.")
+        remedy = "" if value is not None else _IN_TURN
+        raise SourceError(f"`{column}`: expected the path of a file, found {shown(value)}.{remedy}")
     return media_file(value, media, any_kind=not is_media_column(column))
+
+
+_IN_TURN = " Of texts and pictures in turn (OBELICS), make messages: each picture a part at its place in a turn."
 
 
 def names_of_files(value: Any) -> list[str]:

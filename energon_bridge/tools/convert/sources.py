@@ -20,7 +20,7 @@ from energon_bridge.core.errors import (
     SourceError,
 )
 from energon_bridge.core.storage import open_store
-from energon_bridge.tools.convert.arrow import ArrowSource, is_saved, open_parquet, open_saved
+from energon_bridge.tools.convert.arrow import ArrowSource, check_format, is_saved, open_parquet, open_saved
 from energon_bridge.tools.convert.group_splits import values_of
 from energon_bridge.tools.convert.left_out import (
     beside_list,
@@ -143,7 +143,10 @@ def _look(path: Path) -> tuple[str, Path]:
         return "huggingface", path
     if (path / _KALDI).exists():
         return "kaldi", path
-    names = [name for _, _, files in os.walk(path) for name in files if not name.startswith(".")]
+    names = []
+    for folder, _, files in os.walk(path):
+        check_format(folder, files)
+        names += [name for name in files if not name.startswith(".")]
     if any(name.endswith(TRANSCRIPTS) for name in names):
         return "librispeech", path
     below = _folders_with_lists(path)

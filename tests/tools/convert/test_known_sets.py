@@ -231,3 +231,12 @@ def test_files_of_a_column_of_media_must_be_there(tmp_path: Path) -> None:
     row = {"image": {"bytes": png("red"), "path": None}, "video": "gone.mp4", "caption": "A red square."}
     pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "train.parquet")
     assert "gone.mp4" in refusal_of("convert", tmp_path / "train.parquet", tmp_path / "out", "--split-ratio", "1,0,0")
+
+
+def test_texts_and_pictures_in_turn_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    """OBELICS, whose lists have nulls where the other list has something."""
+    image = {"bytes": png("red"), "path": None}
+    table = pa.table({"images": [[None, image]] * 2, "texts": [["What?", None]] * 2})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    said = refusal_of("convert", tmp_path / "rows.parquet", tmp_path / "out", "--no-progress")
+    assert "found null. Of texts and pictures in turn (OBELICS), make messages" in said

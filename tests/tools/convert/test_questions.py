@@ -724,6 +724,22 @@ PUBLIC: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"id": "n", "system_prompt": "", "question": "What is it?", "response": "It."},
         ["What is it?", "It."],
     ),
+    "VideoChat2": (
+        {"QA": [{"i": "Answer shortly.", "q": "What is it?", "a": "It."}, {"i": "", "q": "Now?", "a": "Yes."}]},
+        ["Answer shortly.", "What is it?", "It.", "Now?", "Yes."],
+    ),
+    "captions of VideoChat2": (
+        {"QA": [{"i": "Describe it.", "q": "", "a": "It."}]},
+        ["Describe it.", "It."],
+    ),
+    "PixMo docs": (
+        {"questions": {"question": ["What is it?", "Now?"], "answer": ["It.", "Yes."]}},
+        ["What is it?", "It.", "Now?", "Yes."],
+    ),
+    "pairs in `questions`": (
+        {"questions": [{"question": "What is it?", "answer": "It."}]},
+        ["What is it?", "It."],
+    ),
 }
 
 

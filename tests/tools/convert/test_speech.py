@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -671,3 +673,22 @@ def test_marks_that_are_counted_are_not_told_twice(tmp_path: Path, caplog: pytes
     assert "1 sample with tokens of models" in told
     assert "1 sample with entities or tags of HTML" in told
     assert "texts have marks such as '[noise]'" in caplog.text
+
+
+def test_speech_in_tables_is_asked_for_by_a_question(tmp_path: Path) -> None:
+    """As `datasets` writes its `Audio`: a struct of bytes and a path."""
+    arrow = pytest.importorskip("pyarrow")
+    found = list(utterances(tmp_path, 1, 3))
+    sounds = [{"bytes": (tmp_path / path).read_bytes(), "path": Path(path).name} for path, _, _ in found]
+    rows = arrow.table({"audio": sounds, "text": [words for _, words, _ in found], "speaker_id": [1, 2, 3]})
+    source = tmp_path / "rows.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(rows, source)
+    told = convert(source, tmp_path / "crude")
+    remedy = re.search("to ask for text: (.*)", told)
+    assert remedy is not None
+    convert(source, tmp_path / "out", *shlex.split(remedy[1]))
+    talks = delivered(tmp_path / "out")
+    texts = [[turn["content"] for turn in talk.messages] for talk in talks]
+    assert texts == [["Transcribe the speech.", words] for _, words, _ in found]
+    for talk, (path, _, _) in zip(talks, found, strict=True):
+        assert np.array_equal(sound_in(talk)[0], soundfile.read(tmp_path / path, always_2d=True)[0])

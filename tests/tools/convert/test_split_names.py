@@ -417,6 +417,29 @@ def test_tables_with_a_log_of_changes_are_refused(log: str, of: str, tmp_path: P
         texts(folder, "train")
 
 
+@pytest.mark.parametrize(
+    ("names", "index", "of"),
+    [
+        (["_versions/1.manifest", "data/a.lance", "_transactions/0-a.txn"], {}, "Lance"),
+        (["index.json", "chunk-0-0.bin"], {"chunks": [], "config": {"data_format": ["pil"]}}, "litdata"),
+        (["train/index.json", "train/shard.00000.mds"], {"version": 2, "shards": [{"format": "mds"}]}, "MosaicML"),
+        (["meta/info.json", "videos/top/a.mp4"], {"codebase_version": "v3.0", "fps": 10}, "LeRobot"),
+    ],
+)
+def test_sets_that_only_their_library_reads_are_named(
+    names: list[str], index: dict[str, Any], of: str, tmp_path: Path
+) -> None:
+    """Also beside pictures or tables, as LeRobot has them."""
+    for name in names:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text(json.dumps(index) if name.endswith(".json") else "")
+    assert f"is of {of}" in refused(tmp_path / "data", tmp_path / "out")
+    write(tmp_path / "data", ("a", "b"))
+    assert "ShardWriter" in refused(tmp_path / "data", tmp_path / "out")
+    with pytest.raises(SourceError, match=f"is of {of}"):
+        texts(tmp_path / "data", "train")
+
+
 def test_half_written_files_are_not_taken_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path / "data", ("part-0", "_temporary/0/part-1", "_spark_metadata/x"))
     assert texts(folder, "train") == ["part-0"]
