@@ -458,7 +458,7 @@ def name_empty_answers(content: Conversation) -> None:
     """Warn, once, of an empty answer: the model would learn to end its turn at once."""
     empty = [one for one in content.turns if one.role == "assistant" and one.learned and not one.text.strip()]
     if empty and any(not any(map(one.keys.get, _SAYING)) for one in empty):
-        why = "so the model learns to say nothing there; leave such samples out (energon lint), or give weight=0"
+        why = 'so the model learns to say nothing there; leave such samples out (energon lint), or give it "weight": 0'
         warn_once(_logger, f"a sample has an empty answer, {why}")
 
 

@@ -39,7 +39,8 @@ def make_renderer(
     if not isinstance(source, str):
         raise ConfigurationError(
             f"{type(tokenizer).__name__} has no chat template (found: {type(source).__name__}): set "
-            "ChatConfig(chat_template=...), for example to LLAVA_TEMPLATE of energon_bridge.models.families"
+            "ChatConfig(chat_template=...), for example to LLAVA_TEMPLATE of energon_bridge.models.families, or "
+            "data.chat_template of the training script (llava)"
         )
     if source in (CHATML_TEMPLATE, QWEN_VL_TEMPLATE, OMNI_TEMPLATE):
         check_markers("<|im_start|><|im_end|>", tokenizer)

@@ -380,8 +380,9 @@ def _stages(reading: Rate, alone: Rate) -> dict[str, float]:
     return {"reading": reading.load, "decoding and batching": decoding} | stages
 
 
+_LONGER = "max_samples_per_sequence=None (in a configuration, data.max_samples_per_sequence=null)"
 _CHEAPER = {
-    "reading": "fewer and longer ranges (max_samples_per_sequence=None, larger shards), or more cores",
+    "reading": f"fewer and longer ranges: {_LONGER}, larger shards; or more cores",
     "decoding and batching": "SampleDecoder(image_target=...) if images are made smaller anyway, uint8 images "
     "(image_decode='torchrgb8'), or more cores",
     "the hooks of the task encoder": "a profile of the hooks (python -m cProfile, num_workers=0), or more cores",
@@ -398,7 +399,7 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
         more = "more --num-workers, " if largest else ""  # else they were tried, and did not help
         return (
             f"the store: {chosen.waiting:.0%} of the time is spent waiting for it",
-            f"{more}max_samples_per_sequence=None, shards of 100 MB and more, or a machine nearer to the store",
+            f"{more}{_LONGER}, shards of 100 MB and more, or a machine nearer to the store",
         )
     if busy > _BUSY:
         return f"the cores: {busy:.0%} of {cores} are busy, most of it with {stage}", _CHEAPER[stage]
@@ -415,7 +416,7 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
     if stage == "reading" and busy * cores < _BUSY * max(1, chosen.workers):  # processes wait, they do not compute
         return (
             f"reading: it takes most of the time, and only {busy:.0%} of the cores are busy",
-            "fewer and longer ranges (max_samples_per_sequence=None, larger shards), or a faster disk or store",
+            f"fewer and longer ranges: {_LONGER}, larger shards; or a faster disk or store",
         )
     return (
         f"not the number of workers; most time goes to {stage}, and {busy:.0%} of the cores are busy",

@@ -578,7 +578,8 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
 def _report_grown(out: Path, added: int) -> None:
     """Print what new shards mean for runs and mixes that have the dataset."""
     click.echo(
-        f'{out} grew by {count_of(added, "shard")}: runs from before resume on it with on_mismatch="adapt" only.'
+        f'{out} grew by {count_of(added, "shard")}: runs from before resume on it with on_mismatch="adapt" '
+        "(training: data.on_mismatch=adapt) only."
     )
     if names := ", ".join(read_columns(open_store(out))):
         click.echo(f"Mixes that use its columns ({names}) stop until you add these again: energon columns add {out} …")

@@ -432,7 +432,7 @@ def test_tools_reach_the_template(template: str) -> None:
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer = tokenizer_of("llava")
     tokenizer.chat_template = None
-    with pytest.raises(ConfigurationError, match="has no chat template"):
+    with pytest.raises(ConfigurationError, match=r"has no chat template.*, or data.chat_template of the"):
         ChatTemplateTaskEncoder(tokenizer, None)
     family = FixedTokenFamily(image_processor=None, image_tokens=2)
     assert ChatTemplateTaskEncoder(tokenizer, family, ChatConfig(chat_template=LLAVA_TEMPLATE)).family is family

@@ -188,7 +188,9 @@ def test_what_limits_is_named() -> None:
     assert judged(READING, RATE, replace(two, waiting=0.7)).startswith("the store: 70% of the time")
     assert "| more --num-workers, max_samples" in judged(READING, RATE, replace(two, waiting=0.7))
     enough = replace(RATE, workers=1, waiting=0.7)
-    assert bench.judge(READING, [RATE, enough, two], enough, 2)[1].startswith("max_samples_per_sequence=None, shards")
+    assert bench.judge(READING, [RATE, enough, two], enough, 2)[1].startswith(
+        "max_samples_per_sequence=None (in a config"
+    )
     assert judged(READING, RATE, replace(two, training_cpu=0.9), cores=8).startswith("the training process")
     assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the largest number tried, 2")
 
