@@ -15,8 +15,10 @@ import contextlib
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import re
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -466,6 +468,8 @@ def _rows_of_shard(
     shard: int,
 ) -> _Rows:
     """Return the columns of one shard, how many of its samples failed, and why the first did."""
+    if multiprocessing.parent_process() is not None and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # those that the parent had are not in a fork, which would wait for them
     decode = None
     if not raw:
         from energon_bridge.core.encoder.decoder import SampleDecoder

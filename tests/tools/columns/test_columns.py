@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from commands import answer, energon, output_of, refusal_of
 from engine import NUM_LANES, deliver, loaders_of, numbers_of, text_dataset, train_dataset
 from keyed import CRUDE, mix_document, write_mix
@@ -81,6 +82,23 @@ def test_columns_have_an_entry_for_each_sample(data: Path) -> None:
     assert column(data, "language")[:4].tolist() == ["en", "de", "français", "en"]
     assert column(data, "half").dtype == np.float64
     assert column(data, "even").tolist()[:3] == [True, False, True]
+
+
+def threads(sample: Any) -> int:
+    return torch.get_num_threads()
+
+
+def test_forks_do_not_wait_for_threads_of_the_parent(tmp_path: Path) -> None:
+    """Of one that used torch before, as an encoder of a model does when it is made: OpenMP's are not in a fork."""
+    root = text_dataset(tmp_path / "data", train=[3, 3])
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        add_column(root, "threads", threads, num_workers=2)
+        assert column(root, "threads").tolist() == [1] * 6
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
