@@ -10,8 +10,10 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from energon_bridge.core.errors import SampleError
 from energon_bridge.core.samples.places import pass_on
 from energon_bridge.models.conversations.parts import MEDIA, medium_by_name
 from energon_bridge.models.conversations.questions import (
@@ -19,6 +21,7 @@ from energon_bridge.models.conversations.questions import (
     CONTEXTS,
     columns_of,
     is_silent,
+    options_of,
     template_columns,
     texts_in,
 )
@@ -102,6 +105,7 @@ def name_unused(sample: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
     said = "\n".join(text for name, value in entry.items() if name not in unused for text in texts_in(value))
     names = [name for name in unused if name in new and not _is_known(name, entry[name], said)]
     names = [name for name in names if not (has_media and may_be_box(name, entry[name]))]  # named as such
+    names = [name for name in names if name not in _composed(entry, said)] if names else []
     keys = [name for name in unused_keys(entry)[0] if not is_silent(name, None)]
     names += [name for name in map(_OF_PAIRS.format, keys) if name in new]
     if names:
@@ -109,6 +113,15 @@ def name_unused(sample: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
             f"{path}: conversations do not use {', '.join(names)}. To have a text seen or learned, write it into a "
             "turn, the question or `system`; the others can stay, or be left out (energon convert with --ignore)"
         )
+
+
+def _composed(entry: Mapping[str, Any], said: str) -> list[str]:
+    """Return the columns of a question, its choices and its answer if its turns say them, as convert writes them."""
+    with suppress(SampleError):
+        options = options_of(entry)
+        if options is not None and options.lines in said:
+            return [*(find_pair(entry) or ()), *columns_of(entry)]
+    return []
 
 
 _OF_PAIRS = "{} (of pairs)"

@@ -663,9 +663,7 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
         fields = {**image, "context": question} | ({"answers": answers} if answers else {})
         return Layout(sample_type="VQASample", fields=fields, bare=bare)
     if caption is not None:
-        texts = [texts_of(row.values[caption]) or row.values[caption] for row in rows if row.values.get(caption)]
-        access = caption + ("[0]" if 2 * sum(isinstance(one, list) for one in texts) > len(texts) else "")
-        return Layout(sample_type="CaptioningSample", fields={**image, "caption": access}, bare=bare)
+        return Layout(sample_type="CaptioningSample", fields={**image, "caption": _first_of(rows, caption)}, bare=bare)
     if label is not None:
         labels = [row.values.get(label) for row in rows]
         numbered = all(str(one).lstrip("-").isdigit() for one in labels if one not in (None, ""))
@@ -674,8 +672,14 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
             fields["label_name"] = name
         return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
     if (caption := _named(values, ("caption_str", "comment", "sentence"))) is not None:  # of TextCaps, of Flickr30k
-        return Layout(sample_type="CaptioningSample", fields={**image, "caption": caption}, bare=bare)
+        return Layout(sample_type="CaptioningSample", fields={**image, "caption": _first_of(rows, caption)}, bare=bare)
     return Layout(sample_type="ImageSample", fields=image, bare=bare)
+
+
+def _first_of(rows: Sequence[Row], column: str) -> str:
+    """Return how a column is read of which one text is taken: of lists, the first."""
+    texts = [texts_of(row.values[column]) or row.values[column] for row in rows if row.values.get(column)]
+    return column + ("[0]" if 2 * sum(isinstance(one, list) for one in texts) > len(texts) else "")
 
 
 def _answer_to_all(rows: Sequence[Row], asked: str) -> str | None:

@@ -612,6 +612,13 @@ def test_captions_of_flickr30k_and_textcaps(tmp_path: Path, column: str) -> None
     assert fields["caption"] == f"json[{column}]"
 
 
+def test_of_several_captions_the_first_is_taken(tmp_path: Path) -> None:
+    """Those of TextCaps."""
+    source = listed(tmp_path, [{"image_name": "a.png", "caption_str": ["A sign.", "A red sign."]}] * 2)
+    fields = meta(converted(source, tmp_path / "out", "--split-ratio", "1,0,0"))["field_map"]
+    assert fields["caption"] == "json[caption_str][0]"
+
+
 def test_tables_of_speech_say_how_to_ask_for_their_texts(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(b"RIFF")
     rows = [{"client_id": "x", "path": "a.wav", "caption": "Hello to you all", "locale": "en"}]

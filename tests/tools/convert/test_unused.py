@@ -254,3 +254,14 @@ def test_a_box_is_named_once(tmp_path: Path, caplog: Any) -> None:
     pytest.importorskip("pyarrow.parquet").write_table(rows, tmp_path / "x.parquet")
     assert len(delivered(tmp_path / "x.parquet")) == 2
     assert ["a place in its image (10, 20, 30, 40)" in one for one in caplog.messages if "bbox" in one] == [True]
+
+
+def test_the_number_of_a_choice_is_used(tmp_path: Path, caplog: Any) -> None:
+    """By the turns that convert writes beside it (ScienceQA)."""
+    rows = [{"question": "Who?", "choices": ["Mann", "Hesse"], "answer": at, "solution": "It is so."} for at in (0, 1)]
+    out = tmp_path / "out"
+    convert(written(tmp_path, rows), out, *ALL)
+    assert [one.messages[1]["content"] for one in delivered(out)] == ["A", "B"]
+    assert [f"{out}: conversations do not use solution. " in one for one in caplog.messages if "not use" in one] == [
+        True
+    ]
