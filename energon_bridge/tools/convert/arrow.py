@@ -123,9 +123,7 @@ def row_of(
 ) -> Row:
     """Return values as a row; `columns` hold media and `labels` name classes. Raises SourceError."""
     with located(where):
-        if labels:
-            values = _with_names(values, labels)
-        values = dict(known_form(values))
+        values = dict(known_form(_with_names(values, labels) if labels else values))
         if any(name in values for name in CONVERSATIONS):
             return conversation_row(of_table(values), where, media)
         files: dict[str, Content | tuple[Content, ...]] = {}
