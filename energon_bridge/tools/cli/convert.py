@@ -126,7 +126,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option("--preferred", is_flag=True, help="Of lists of preferences (DPO, KTO), take the preferred answers only.")
 @click.option("--media-metadata/--no-media-metadata", default=True, help="Write down sizes and lengths of media.")
 @click.option("--checksums", is_flag=True, help="Keep checksums of all samples and parts, which readers compare.")
-@click.option("--dry-run", is_flag=True, help="Look at the first 3 samples only, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Look at the first samples only, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what is in OUT.")
 @click.option("--ask/--no-ask", default=None, help="Ask about the proposals. [default: on a terminal]")
 @workers_option
@@ -251,7 +251,10 @@ def command(
     )
     _show(opened, options, told_by)
     if dry_run:
-        click.echo(f"A dry run: it looked only at the first {_SHOWN} samples, and wrote nothing to {out}.")
+        looked_at = min(_LOOKED_AHEAD if hasattr(opened, "entry") else _SHOWN, len(opened))  # of lists, for their files
+        if (bad := _next_bad(opened, layout, _SHOWN, looked_at)) and not options.skip_errors:
+            raise stopped(*bad)
+        click.echo(f"A dry run: it looked only at the first {looked_at:,} samples, and wrote nothing to {out}.")
         return None
     doing = choose_engine(engine, address, num_workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
@@ -483,10 +486,10 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             click.echo("  " + str(shorten(values)))
 
 
-def _next_bad(source: Source, layout: Layout, first: int) -> list[str]:
+def _next_bad(source: Source, layout: Layout, first: int, end: int = _LOOKED_AHEAD) -> list[str]:
     """Return what is wrong with the next samples, of which none is read."""
     bad: list[str] = []
-    for number in range(first, min(first + _LOOKED_AHEAD, len(source))):
+    for number in range(first, min(end, len(source))):
         try:
             source.sample(number, layout).sizes()
         except (SourceError, SampleError) as error:

@@ -124,6 +124,8 @@ def test_bad_rows_are_named_together(tmp_path):
     assert [int(number) for number in re.findall(r"/(\d+)\.jpg: cannot read", message)] == [9, *range(20, 29)]
     assert message.count("--on-error skip") == 1
     assert "These fail, too (more may):\n" in message
+    message = refused(source, tmp_path / "out", *flags, "--dry-run")
+    assert [int(number) for number in re.findall(r"/(\d+)\.jpg: cannot read", message)] == [9, *range(20, 28)]
     (tmp_path / "1.jpg").unlink()
     for number in range(20, 40):
         (tmp_path / f"{number}.jpg").write_bytes(picture(number, "JPEG"))
