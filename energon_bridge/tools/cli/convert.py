@@ -491,11 +491,10 @@ def _next_bad(source: Source, layout: Layout, first: int, end: int = _LOOKED_AHE
     bad: list[str] = []
     for number in range(first, min(end, len(source))):
         try:
-            source.sample(number, layout).sizes()
+            with suppress(SkipSample):
+                source.sample(number, layout).sizes()
         except (SourceError, SampleError) as error:
             bad.append(str(error))
-        except SkipSample:
-            continue
         if len(bad) == MOST_BAD - 1:
             break
     return bad
