@@ -77,7 +77,7 @@ def data_config(args: Any) -> EnergonDatasetConfig:
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
-        task_encoder=Chats(known.tokenizer, known.family, ChatConfig(seq_length=args.seq_length)),
+        task_encoder=Chats(known.tokenizer, known.family, ChatConfig(seq_length=args.seq_length, pad_to_multiple_of=2)),
         num_workers=args.num_workers,
         num_lanes=8,
         shuffle_buffer_size=16,
@@ -130,6 +130,7 @@ def small_models() -> None:
         params = real_language(*args).params
         for name in ("mamba_stack_spec", "hybrid_layer_pattern", "position_embedding_type"):
             del params[name]
+        params["config"].sequence_parallel = False  # its layers do not have it
         layer = get_gpt_layer_local_spec()
         layer.submodules.self_attention.submodules.core_attention = Attention
         return ModuleSpec(GPTModel, params=params | {"transformer_layer_spec": layer})
@@ -169,10 +170,10 @@ def specs(args: Any, groups: Any) -> tuple[Any, Any]:
     from examples.mimo.model_providers import nemotron_moe_vlm
     from megatron.core.hyper_comm_grid import HyperCommGrid
 
-    grid = HyperCommGrid([1, 1, 1], ["tp", "pp", "dp"])
+    language, vision = (HyperCommGrid([tp, 1, 1], ["tp", "pp", "dp"]) for tp in (args.llm_tp, args.encoder_tp))
     return (
-        nemotron_moe_vlm.language_model_spec(args, groups, grid),
-        nemotron_moe_vlm.vision_submodules_spec(args, groups, grid),
+        nemotron_moe_vlm.language_model_spec(args, groups, language),
+        nemotron_moe_vlm.vision_submodules_spec(args, groups, vision),
     )
 
 
@@ -271,7 +272,9 @@ def bridge_model(args: Any) -> Any:
         del projection.params["tp_group"]  # Bridge sets its own
     grids = {
         RADIO: config.ModuleParallelismConfig(data_parallel_size=args.encoder_dp),
-        "language": config.ModuleParallelismConfig(data_parallel_size=args.llm_dp, rank_offset=args.llm_offset),
+        "language": config.ModuleParallelismConfig(
+            data_parallel_size=args.llm_dp, rank_offset=args.llm_offset, tensor_model_parallel_size=args.llm_tp
+        ),
     }
     model = MegatronMIMOProvider(
         language_model_spec=language,
@@ -305,7 +308,8 @@ def bridge_config(args: Any) -> Any:
         logger=config.LoggerConfig(log_interval=1),
         tokenizer=TokenizerConfig(),
         checkpoint=config.CheckpointConfig(
-            **same("save", "save_interval", "load", "ckpt_step", "ckpt_format", save_optim=False, load_optim=False)
+            **same("save", "save_interval", "load", "ckpt_step", "ckpt_format", save_optim=False, load_optim=False),
+            load_rng=False,  # it is that of other tensor ranks
         ),
     )
 
