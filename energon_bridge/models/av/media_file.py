@@ -226,7 +226,8 @@ def own_length(stream: Any) -> Fraction | None:
     """Return the duration that the headers give for a stream itself, in seconds."""
     if stream.duration is not None and stream.time_base is not None:
         own = Fraction(stream.duration * stream.time_base) - _opus_preskip(stream) - _before_zero(stream)
-        return min(own, _without_padding(stream) or own)
+        told = _without_padding(stream)
+        return own if told is None or not 0 <= own - told < _MOST_PADDING else told
     tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
     end = None if tag is None else _seconds(tag)
     return None if end is None else end - start_of(stream)
@@ -237,6 +238,10 @@ def _opus_preskip(stream: Any) -> Fraction:
     head = (stream.codec_context and stream.codec_context.extradata) or b""
     is_counted = head[:8] == b"OpusHead" and stream.container.format.name == "ogg"
     return Fraction(int.from_bytes(head[10:12], "little"), 48000) if is_counted else Fraction(0)
+
+
+_MOST_PADDING = Fraction(1, 2)
+"""Seconds that encoders put before and behind a sound at most; a tag that tells more is wrong."""
 
 
 def _without_padding(stream: Any) -> Fraction | None:

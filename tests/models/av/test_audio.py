@@ -425,6 +425,12 @@ def test_padding_that_itunes_tells(tmp_path: Path) -> None:
     assert_has_samples(decoder, count)
 
 
+def test_a_tag_that_leaves_out_more_than_padding_is_wrong(tmp_path: Path) -> None:
+    path = write_sound(tmp_path / "a.m4a", codec="aac", seconds=1)
+    decoder = AVDecoder(with_itunes_tag(path.read_bytes(), "iTunSMPB", f" 00000000 00000400 00000080 {500:016X}"))
+    assert_has_samples(decoder, 48000)
+
+
 def with_itunes_tag(data: bytes, name: str, value: str) -> bytes:
     """Return an MP4, its index at its end, with a tag of iTunes."""
 
