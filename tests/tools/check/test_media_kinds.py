@@ -189,7 +189,10 @@ def test_sounds_of_each_extension_decode(tmp_path: Path, extension: str, form: s
     av = pytest.importorskip("av")
     data = sound(form, codec)
     with av.open(io.BytesIO(data)) as file:
-        expected = np.concatenate([frame.to_ndarray() for frame in file.decode(audio=0)], axis=1)
+        stream = file.streams.audio[0]
+        is_padded = "mp4" in file.format.name and stream.frames
+        count = round(stream.duration * stream.time_base * stream.rate) if is_padded else None
+        expected = np.concatenate([frame.to_ndarray() for frame in file.decode(audio=0)], axis=1)[:, :count]
     (tmp_path / "shard.tar").write_bytes(data)
     unread = ByteRange(store=open_store(tmp_path), rel="shard.tar", offset=0, size=len(data))
     for given in (data, unread):
