@@ -187,7 +187,7 @@ def read_rows(group: Group, rows: Collection[int], columns: tuple[str, ...]) -> 
         for name, array, _ in found
         if name in wanted
     ]
-    taken = iter(file.take(group.store, _rel(group.store, group.path), pieces))
+    taken = iter(file.take(group.store, _rel(group.store, os.path.abspath(group.path)), pieces))
     return [
         (first, [(name, next(taken), read) for name, _, read in found if name in wanted])
         for first, _, (_, found) in runs
