@@ -322,19 +322,32 @@ def test_other_settings_of_samples_are_said(dataset: Path, tmp_path: Path, caplo
     assert "data.max_num_images was None, and is 3 from here on" in caplog.text
 
 
+def mixed(folder: Path, dataset: Path) -> Path:
+    """Write a mix of a dataset and another one."""
+    more = create_captioning_test_dataset(folder / "more", num_train=12, num_val=2)
+    blend = f"blend: [{{path: {dataset}}}, {{path: {more}}}]"
+    (folder / "mix.yaml").write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+        f"splits: {{train: {{{blend}}}, val: {{path: {dataset}}}}}\n"
+    )
+    return folder / "mix.yaml"
+
+
+def test_steps_before_the_last_checkpoint_of_a_packed_mix_are_shown(dataset: Path, tmp_path: Path) -> None:
+    """Lanes share the buffers of small data, and have drawn what their buffer has."""
+    settings = ["train.max_steps=10", "data.packing_buffer_size=4", *EPOCH[1:], "checkpoint.keep=1"]
+    config = configuration(mixed(tmp_path, dataset), tmp_path / "run", *settings)
+    training.run(config)
+    assert "step 3" in output_of("preview", config.run_dir, "--step", 3)
+
+
 def test_steps_before_the_mix_changed_are_not_shown_by_the_mix_of_today(dataset: Path, tmp_path: Path) -> None:
     settings = ["train.max_steps=10", *EPOCH[1:], "checkpoint.keep=1"]
     config = configuration(dataset, tmp_path / "run", *settings)
     training.run(config)
     output_of("preview", config.run_dir, "--step", 3)
-    more = create_captioning_test_dataset(tmp_path / "more", num_train=12, num_val=2)
-    blend = f"blend: [{{path: {dataset}}}, {{path: {more}}}]"
-    (tmp_path / "mix.yaml").write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\n"
-        f"splits: {{train: {{{blend}}}, val: {{path: {dataset}}}}}\n"
-    )
     changed = ["data.on_mismatch=adapt", "train.max_steps=15"]
-    training.run(configuration(tmp_path / "mix.yaml", tmp_path / "run", *settings, *changed), resume=True)
+    training.run(configuration(mixed(tmp_path, dataset), tmp_path / "run", *settings, *changed), resume=True)
     assert "changed before" in refusal_of("preview", config.run_dir, "--step", 12)
 
 

@@ -170,7 +170,8 @@ def was_changed(spec: DatasetSpec, state: State) -> bool:
     if saved.bans or saved.changes or [row["identity"] for row in saved.leaves] != [x["identity"] for x in plan.table]:
         return True
     return any(
-        lane.origin or [*lane.leaf_draws] != blend_position(plan.leaves, plan.blend, number, lane.draw).leaf_draws
+        lane.origin
+        or [*lane.leaf_draws] != blend_position(plan.leaves, plan.blend, number % plan.streams, lane.draw).leaf_draws
         for number, lane in saved.lanes.items()
     )
 
