@@ -82,8 +82,9 @@ def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, obje
     samples = sum(row.counts["samples"] for rank in ranks for row in rank.datasets)
     draws = sum(row.draws for rank in ranks for row in rank.datasets)
     size = sum(row.epoch_samples for row in ranks[0].datasets) if ranks else 0
-    if samples:
-        facts["samples delivered"] = f"{samples:,}"
+    if samples:  # what has left the mix, or has grown, counts no more
+        changed = any(_later(rank) for rank in ranks)
+        facts["samples delivered"] = f"{samples:,}" + ", by the datasets that are in the mix now" * changed
     if draws and size:
         facts["epochs drawn"] = f"{draws / size:.2f}"
     if recorder.seconds > 0:
@@ -111,16 +112,20 @@ def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
     columns = ("dataset", "in the mix now", "delivered", "", "samples", "epochs drawn", "skipped", "failed", "excluded")
     said = (
         "In the mix now: by the weights since the last change of the mix, or, if they moved, what was drawn by them. "
-        f"Delivered: in all steps.{_joined(ranks[0], names)}"
+        f"Delivered: in all steps, of the datasets in the mix now.{_joined(ranks[0], names)}"
     )
     return [_table(columns, lines, right=(1, 2, 4, 5, 6, 7, 8)), said, *_shares(ranks, names, hues)]
 
 
+def _later(rank: RankSummary) -> dict[int, int]:
+    """Return the datasets that joined later, by number, each with the first step at which it was seen."""
+    begins = [_begin(row, rank.draws) for row in rank.datasets]
+    return {number: begin for number, begin in enumerate(begins) if begin > min(begins)}
+
+
 def _joined(rank: RankSummary, names: Sequence[str]) -> str:
     """Return a sentence on the datasets that joined later, each with the first step at which it was seen; or ""."""
-    begins = [_begin(row, rank.draws) for row in rank.datasets]
-    first = min(begins)
-    later = [f"{name} (at step {begin:,})" for name, begin in zip(names, begins, strict=True) if begin > first]
+    later = [f"{names[number]} (at step {begin:,})" for number, begin in _later(rank).items()]
     return f" Joined the mix, whose shares are others since: {', '.join(later)}." if later else ""
 
 
