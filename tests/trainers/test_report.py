@@ -322,6 +322,7 @@ def test_looks_at_the_shares_are_bounded_and_added_up(tmp_path: Path) -> None:
     assert [line["points"][0][0] for line in chart["lines"] if line["dashed"]] == [0, 50], "b joined the mix then"
     assert "Joined the mix, whose shares are others since: b (at step 50)." in Read(tmp_path / "report.html").text
     assert ", by the datasets that are in the mix now" in Read(tmp_path / "report.html").text
+    assert "energon preview<" not in (tmp_path / "report.html").read_text()
 
 
 class Validated(Model):

@@ -191,7 +191,8 @@ def with_new_ban(
     of_key = {key: {leaf.dataset.path for leaf, keys in zip(leaves, found, strict=True) if key in keys} for key in new}
     if several := [key for key, paths in of_key.items() if len(paths) > 1]:
         logger.warning(
-            "ban: %d of %d keys are in several datasets, and banned in all of them: %s in %s. dataset=PATH bans in one",
+            "ban: %d of %d keys are in several datasets, and banned in all of them: %s in %s. dataset=PATH, or "
+            "data.ban_dataset of a configuration, bans in one",
             *(len(several), len(new), repr(several[0]), ", ".join(sorted(of_key[several[0]])[:_NAMED])),
         )
     banned = _with_found(plan.banned, leaves, found, ban.start)

@@ -334,7 +334,8 @@ def write_run(path: Path, title: str, facts: Mapping[str, object], sections: Map
     value = {"title": title, "notes": [], "count": 0, "batches": [], "run": run}
     # No direction mark turns what follows around, and nothing ends the script.
     text = json.dumps(value, ensure_ascii=False, **_COMPACT).translate(_SHOWN).replace("<", "\\u003c")
-    page, style, script = (files(__package__).joinpath(own).read_text("utf-8") for own in _FILES.values())
+    own = (files(__package__).joinpath(name).read_text("utf-8") for name in _FILES.values())
+    page, style, script = (one.replace("energon preview", "energon_bridge") for one in own)  # no command writes it
     script += _call("meta", None, text.encode("utf-8", "replace").decode())  # keys need not be valid text
     for kind, inline in (("style", style), ("script", script)):
         digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
