@@ -18,6 +18,8 @@ from commands import answer, output_of, refusal_of
 from forked import start_forked
 from paths import CONFIGS
 from PIL import Image
+from previews import mix_of
+from recipes import crude_conversations
 
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
@@ -34,6 +36,7 @@ from energon_bridge.models.conversations.cooker import COOKERS
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.models.images.images import DeferredImage
 from energon_bridge.tools.columns.stored import read_columns, read_numbers
+from energon_bridge.tools.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.config import ModelConfig, RunConfig
 from energon_bridge.training.config_file import load_config
@@ -241,6 +244,18 @@ def test_lint_names_what_the_processor_of_a_model_refuses(tmp_path: Path) -> Non
     assert f"train: {model} encodes " in refused
     assert ", 1 fail" in refused
     assert "'000000002': an image of 606 x 3 pixels is too narrow" in refused
+
+
+def test_bench_measures_a_mix_of_types_as_a_model_gets_it(tmp_path: Path) -> None:
+    captions = create_captioning_test_dataset(tmp_path / "captions", num_train=8, num_val=2)
+    mix = mix_of(tmp_path / "mix.yaml", captions=captions, chats=crude_conversations(tmp_path / "chats"))
+    model = tmp_path / "model"
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "image_size": 32}
+    write_preset(ModelConfig(preset="tiny-qwen2.5-vl", **sizes), model, lambda: ["which? red green blue"])
+    flags = ["--batch-size", 2, "--num-workers", 0, "--seconds", 0.2]
+    assert "different sample types" in refusal_of("bench", mix, *flags)
+    assert answer("bench", mix, *flags, "--processor", model)["rates"][0]["samples"] >= 2
+    assert "give one of them" in refusal_of("bench", mix, *flags, "--processor", model, "--encoder", "a:b")
 
 
 def test_a_preview_shows_samples_as_a_model_gets_them(model_type: str, model: Path, data: Path) -> None:

@@ -111,6 +111,7 @@ class Measured:
     help="ray: also with --num-workers actors of the cluster at RAY_ADDRESS.",
 )
 @click.option("--encoder", help="Task encoder: MODULE:NAME of an object, or of what makes it.  [default: none]")
+@click.option("--processor", metavar="MODEL", help="Encoder of this model.")
 @click.option(
     "--packing-buffer-size", type=click.IntRange(min=1), help="Samples that wait to be packed, if the encoder packs."
 )
@@ -126,6 +127,7 @@ def command(
     seconds: float,
     engine: Literal["process", "ray"],
     encoder: str | None,
+    processor: str | None,
     packing_buffer_size: int | None,
     fit_cost: str | None,
     as_json: bool,
@@ -147,7 +149,7 @@ def command(
     if mix is None:
         raise click.UsageError("Missing argument 'MIX': a dataset or mix to measure (or --fit-cost FILE).")
     options |= {"packing_buffer_size": packing_buffer_size}
-    result = bench(mix, options, seconds=seconds, encoder=load_encoder(encoder), engine=engine)
+    result = bench(mix, options, seconds=seconds, encoder=load_encoder(encoder, processor), engine=engine)
     if as_json:
         print_json(asdict(result))
         return

@@ -35,7 +35,7 @@ from energon_bridge.tools.cli.prepare_options import (
     shard_progress,
 )
 from energon_bridge.tools.cli.quarantine import print_excludes
-from energon_bridge.tools.cli.run_options import encoder_of_model, load_encoder
+from energon_bridge.tools.cli.run_options import load_encoder
 
 _MAX_SHOWN = 100
 _TAKEN = f"The field map takes all alike. To leave one out, {LEAVE_OUT}."
@@ -183,7 +183,7 @@ def command(
     _warn_of_groups(groups, problems)
     if encodes is not None:
         splits = _splits(path, datasets, parts)
-        made = encoder_of_model(processor) if processor is not None else load_encoder(encoder)
+        made = load_encoder(encoder, processor)
         _encode(
             path,
             splits,

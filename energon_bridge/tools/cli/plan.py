@@ -33,7 +33,7 @@ from energon_bridge.tools.cli.output import (
     print_pairs,
     print_table,
 )
-from energon_bridge.tools.cli.run_options import encoder_of_model, load_encoder, open_mix, run_options
+from energon_bridge.tools.cli.run_options import load_encoder, open_mix, run_options
 
 if TYPE_CHECKING:
     from energon_bridge.tools.forecast.epochs import Forecast
@@ -131,7 +131,7 @@ def command(
     result = forecast(run, steps)
     of_grids = []
     if sizes:
-        made = load_encoder(encoder) if processor is None else encoder_of_model(processor)
+        made = load_encoder(encoder, processor)
         encoding = None if made is None else open_mix(mix, options, task_encoder=made)
         of_grids = grid_forecast(run, result, sizes, encoding, feature_bytes)
     given = click.get_current_context().get_parameter_source("num_workers") is not click.core.ParameterSource.DEFAULT

@@ -21,7 +21,6 @@ from energon_bridge.core.samples.showing import counted
 from energon_bridge.tools.cli.output import count_of, print_json, width_of_output
 from energon_bridge.tools.cli.run_options import (
     CountOr,
-    encoder_of_model,
     is_mix,
     load_encoder,
     mix_option,
@@ -305,7 +304,7 @@ def _encoded(asked: _Asked) -> _Shown:
     mixes = [name for name in asked.source if is_mix((name,))]
     files = [name for name in asked.source if name not in mixes]
     mix = asked.run["mix"] or (mixes[0] if len(mixes) == 1 else None)
-    encoder = load_encoder(asked.encoder) if asked.processor is None else encoder_of_model(asked.processor)
+    encoder = load_encoder(asked.encoder, asked.processor)
     if files:
         state, ranks = read_state(files, asked.run["world_size"])
         names = ("split_part", "dataset_config", "split_config", "trust_remote_code")

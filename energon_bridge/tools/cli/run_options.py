@@ -188,12 +188,16 @@ def _steps_noted(run: Run, by_step: bool) -> list[str]:
     return [f"A step is {run.per_step} microbatches on each rank."] if by_step and run.per_step > 1 else []
 
 
-def load_encoder(spec: str | None) -> Any:
-    """Return the task encoder that `MODULE:NAME` names; a class or function is called.
+def load_encoder(spec: str | None, model: str | None = None) -> Any:
+    """Return the task encoder that `MODULE:NAME` names, a class or function is called; or that of a model, if given.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is none, or both are given.
     """
+    if model is not None:
+        if spec is not None:
+            raise ConfigurationError("--encoder and --processor: give one of them.")
+        return encoder_of_model(model)
     if spec is None:
         return None
     encoder = named(spec, "--encoder", "my_project.encoders:make_encoder")
