@@ -18,7 +18,7 @@ from mixing import mix_data, mixed
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.saved_run import read_leaves
 
-CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 24))
+CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 16))
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))
 PARTS = 8
 

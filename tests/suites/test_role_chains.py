@@ -34,7 +34,7 @@ from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.tools.columns.making import add_column
 
-CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 8))
+CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 5))
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))
 PARTS = 4
 GROUP = 24

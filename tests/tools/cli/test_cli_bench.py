@@ -184,7 +184,7 @@ def test_what_limits_is_named() -> None:
     assert judged(READING, RATE, two).startswith("the cores: 95% of 2 are busy, most of it with decoding and batching")
     assert "image_target" in judged(READING, RATE, two)
     assert "the hooks of the task encoder | a profile" in judged(READING, replace(RATE, encode=5e-3), two)
-    assert judged(replace(READING, load=1e-2), RATE, two).endswith("larger shards), or more cores")
+    assert judged(replace(READING, load=1e-2), RATE, two).endswith("larger shards; or more cores")
     assert judged(READING, RATE, replace(two, waiting=0.7)).startswith("the store: 70% of the time")
     assert "| more --num-workers, max_samples" in judged(READING, RATE, replace(two, waiting=0.7))
     enough = replace(RATE, workers=1, waiting=0.7)
