@@ -174,8 +174,8 @@ class OpenRounds(Generic[R]):
 
     Args:
         hold: Returns what to keep of a round: the round itself, or an object that holds its bytes too.
-        together: Draws to look up at once, over several rounds if needed. The first round is looked up alone, and then
-            a part of so many, which differs between lanes: so they do not all read in the same steps, ever after.
+        together: Draws to look up at once, over several rounds if needed. The first round is looked up alone, the
+            next time a share of them that differs between lanes: so lanes do not all read in the same steps.
     """
 
     __slots__ = ("_fewest", "_hold", "_lane", "_order", "_together", "current", "upcoming")

@@ -120,7 +120,8 @@ def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
 def _later(rank: RankSummary) -> dict[int, int]:
     """Return the datasets that joined later, by number, each with the first step at which it was seen."""
     begins = [_begin(row, rank.draws) for row in rank.datasets]
-    return {number: begin for number, begin in enumerate(begins) if begin > min(begins)}
+    first = min(begins, default=0)
+    return {number: begin for number, begin in enumerate(begins) if begin > first}
 
 
 def _joined(rank: RankSummary, names: Sequence[str]) -> str:
