@@ -85,7 +85,7 @@ class Measured:
     """The result of all runs; `load_average` is that of the machine before them, `workers` the fewest that suffice.
 
     `cluster` is a run with the most workers on a Ray cluster, if it was asked for, and `cluster_limit` its limit.
-    `mix` and `batch_size` say what was measured.
+    `mix`, `batch_size` and `packing_buffer_size` (0: no packs) say what was measured.
     """
 
     cores: int
@@ -99,6 +99,7 @@ class Measured:
     cluster_limit: str | None = None
     mix: str = ""
     batch_size: int = 0
+    packing_buffer_size: int = 0
 
 
 @click.command("bench")
@@ -218,6 +219,7 @@ def bench(
         cluster_limit=None if cluster is None else judge_cluster(cluster, rates[-1]),
         mix=mix,
         batch_size=options["batch_size"],
+        packing_buffer_size=options.get("packing_buffer_size") or 0,
     )
 
 

@@ -61,6 +61,11 @@ _POOR = 0.8
     "--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Time of a step: says what the run needs."
 )
 @click.option("--batch-bytes", type=click.IntRange(min=1), help="Bytes of a microbatch, instead of --bench.")
+@click.option(
+    "--samples-per-batch",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Samples of a microbatch of packs, instead of --bench.",
+)
 @click.option("--grids", metavar="NAME=RANKS,...", help="Encoders on ranks of their own, as language=4,vision=2.")
 @click.option("--encoder", metavar="MODULE:ENCODER", help="With --grids: what ranks hold with this task encoder.")
 @click.option("--processor", metavar="MODEL", help="With --grids: the same for chats of a model of transformers.")
@@ -76,6 +81,7 @@ def command(
     cpu_per_sample: float | None,
     step_seconds: float | None,
     batch_bytes: int | None,
+    samples_per_batch: float | None,
     grids: str | None,
     encoder: str | None,
     processor: str | None,
@@ -87,9 +93,10 @@ def command(
 
     A step is one microbatch on each rank, with --global-batch-size as many as it takes.
 
-    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of; but if
-    weights are shares of an amount (`unit: tokens`), they are those of samples of mean length. Nothing is read but the
-    metadata of the datasets.
+    Numbers are exact where each sample that is drawn gives one row: none is skipped or made several of. With packs
+    (--samples-per-batch, or --bench of a run that packs) they are those of packs of mean length, and if weights are
+    shares of an amount (`unit: tokens`) those of samples of mean length. Nothing is read but the metadata of the
+    datasets.
 
     With --step-seconds it says what the run needs of each rank and in all: of a store, requests and bytes; with the
     file of `energon bench --json`, workers, cores, memory and, with --engine ray, what goes over the network.
@@ -100,8 +107,10 @@ def command(
 
     Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
-    rates = None if measured is None else _rates_of(measured, mix, options["batch_size"])
-    if rates is not None:
+    rates = None
+    if measured is not None:
+        rates, packs = _rates_of(measured, mix, options["batch_size"])
+        samples_per_batch = samples_per_batch or (rates[0]["samples_per_batch"] if packs else None)
         cpu_per_sample = cpu_per_sample or 1e6 * rates[0]["cpu_per_sample"]
         batch_bytes = batch_bytes or int(rates[0]["batch_bytes"])
     asked = {"--cpu-per-sample": cpu_per_sample, "--step-seconds": step_seconds}
@@ -127,7 +136,7 @@ def command(
         sizes = sizes_of(grids)
         options["world_size"] = sizes.get("language", options["world_size"])
     with names_only():
-        run = run_of_mix(open_mix(mix, options))
+        run = run_of_mix(open_mix(mix, options), samples_per_batch)
     result = forecast(run, steps)
     of_grids = []
     if sizes:
@@ -138,11 +147,9 @@ def command(
     needs: dict[str, float] = {}
     if step_seconds is not None and steps:
         needs = cores_and_network(result, cpu_per_sample, step_seconds, batch_bytes)
-        per_batch = result.draws / max(1, result.microbatches)
         if rates is not None:
-            per_batch = rates[0]["samples_per_batch"]
             needs |= workers_and_memory(result, rates, step_seconds, options["num_workers"] if given else None)
-        needs |= of_store(run, result, per_batch, step_seconds)
+        needs |= of_store(run, result, step_seconds)
     if as_json:
         more = {"grids": [asdict(grid) for grid in of_grids]} if of_grids else {}
         print_json(asdict(result) | ({"needs": needs} if needs else {}) | more)
@@ -163,8 +170,11 @@ def command(
         click.echo(line)
 
 
-def _rates_of(path: str, mix: str, batch_size: int) -> list[dict[str, float]]:
-    """Return the rates that `energon bench --json` wrote, by number of workers; those of another mix are named."""
+def _rates_of(path: str, mix: str, batch_size: int) -> tuple[list[dict[str, float]], bool]:
+    """Return the rates that `energon bench --json` wrote, by number of workers, and whether they are of packs.
+
+    Those of another mix are named.
+    """
     try:
         measured: dict[str, Any] = json.loads(Path(path).read_text())
         rates: list[dict[str, float]] = measured["rates"]
@@ -180,7 +190,7 @@ def _rates_of(path: str, mix: str, batch_size: int) -> list[dict[str, float]]:
         )
     if (of := measured.get("mix", mix)) != mix:
         click.echo(f"{path} was measured with {of}: costs, bytes and memory are those of its samples", err=True)
-    return sorted(rates, key=lambda rate: rate["workers"])
+    return sorted(rates, key=lambda rate: rate["workers"]), bool(measured.get("packing_buffer_size"))
 
 
 def _print_grids(grids: list[GridForecast]) -> None:

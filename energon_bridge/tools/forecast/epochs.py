@@ -183,7 +183,7 @@ def draws_per_leaf(run: Run, steps: int) -> IntArray:
     """Return the draws of each leaf, in order of identity, in the first steps of a run, shape (leaves,)."""
     lanes = run.num_lanes
     m = first_microbatch(steps * run.per_step, num_lanes=lanes, world_size=run.world_size)
-    draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
+    draws = [round(microbatches_before(lane, m, lanes) * run.samples_per_batch) for lane in range(lanes)]
     leaves = run.plan.leaves
     blend = run.plan.blend
     if isinstance(blend, AmountBlend):
@@ -251,11 +251,10 @@ def _schedule(
     if run.spec.mode != "weights" or not run.spec.mix.is_scheduled:
         return ()
     lanes = run.num_lanes
-    rows = run.spec.rows
     curve = []
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         # Lane point % lanes makes this draw as its draw number point // lanes, for the microbatch m of the run.
-        m = point // lanes // rows * lanes + point % lanes
+        m = int(point // lanes / run.samples_per_batch) * lanes + point % lanes
         shares = _weights(run, point)
         turn = step_of(m, num_lanes=lanes, world_size=run.world_size)
         step = steps if point == draws else turn // run.per_step

@@ -54,14 +54,12 @@ _TURNS = 2
 """Microbatches of each lane in which it reads its first draws, and then its rounds ahead: the burst of a run."""
 
 
-def of_store(run: Run, forecast: Forecast, samples_per_batch: float, step_seconds: float) -> dict[str, float]:
+def of_store(run: Run, forecast: Forecast, step_seconds: float) -> dict[str, float]:
     """Return the requests and bytes that a run asks stores for, and the bytes that a disk cache would hold."""
-    drawn = forecast.microbatches * samples_per_batch / run.spec.rows  # packs draw more than rows
-    asked_for = store_forecast(run, round(drawn))
+    asked_for = store_forecast(run, forecast.microbatches)
     if asked_for is None or not asked_for.requests:
         return {}
-    cached = sum(leaf.bytes / max(1.0, leaf.epochs) for leaf in forecast.leaves)
-    needs = {"disk_cache": cached * min(1.0, samples_per_batch * forecast.microbatches / max(1, forecast.draws))}
+    needs = {"disk_cache": sum(leaf.bytes / max(1.0, leaf.epochs) for leaf in forecast.leaves)}
     start = math.ceil(_TURNS * run.num_lanes * forecast.steps / forecast.microbatches)
     if start < forecast.steps and (first := store_forecast(run, _TURNS * run.num_lanes)) is not None:
         needs |= {"start_steps": start, "requests_of_start": first.requests + first.index_requests}

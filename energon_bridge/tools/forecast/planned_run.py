@@ -52,6 +52,7 @@ class Run:
         state: The saved state that it was described by; None if it is a run from the beginning.
         lanes: The lanes in the state, by number.
         per_step: Microbatches of each rank in a step of the optimizer; 1 in passes, which have no such steps.
+        samples_per_batch: Samples that a microbatch takes: on average, where rows are packs.
     """
 
     spec: DatasetSpec
@@ -59,6 +60,7 @@ class Run:
     state: State | None = None
     lanes: Mapping[int, LaneState] = field(default_factory=dict)
     per_step: int = 1
+    samples_per_batch: float = 1.0
 
     @property
     def microbatches(self) -> int:
@@ -74,15 +76,19 @@ class Run:
         return self.plan.num_lanes
 
 
-def run_of_mix(spec: DatasetSpec) -> Run:
-    """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
+def run_of_mix(spec: DatasetSpec, samples_per_batch: float | None = None) -> Run:
+    """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration.
+
+    `samples_per_batch` are those that a microbatch takes, if rows are packs.
+    """
     plan = plan_run(spec, spec.worker_config)
     ranks = plan.config.dp_size
     group = plan.config.microbatches_per_global_batch
     Ownership(plan.num_lanes, ranks, 0)  # refuses more ranks than lanes
     if spec.buckets is not None:
         raise _of_buckets()
-    return Run(spec=spec, plan=plan, per_step=1 if group is None or spec.ends else group // ranks)
+    per_step = 1 if group is None or spec.ends else group // ranks
+    return Run(spec=spec, plan=plan, per_step=per_step, samples_per_batch=samples_per_batch or spec.rows)
 
 
 def run_of_state(
@@ -144,7 +150,8 @@ def run_of_state(
         count = len(plan.leaves)
         lanes = {lane: replace(s, leaf_draws=s.leaf_draws[:count], sums=s.sums[:count]) for lane, s in lanes.items()}
     per_step = microbatches_of_step(spec, world_size, global_batch_size)
-    return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step)
+    samples = spec.rows
+    return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step, samples_per_batch=samples)
 
 
 def spec_of_state(

@@ -55,8 +55,7 @@ def store_forecast(run: Run, microbatches: int) -> StoreForecast | None:
     config = run.plan.config
     processes = config.dp_size * config.processes
     lanes = run.num_lanes
-    rows = run.spec.rows
-    draws = [microbatches_before(lane, microbatches, lanes) * rows for lane in range(lanes)]
+    draws = [round(microbatches_before(lane, microbatches, lanes) * run.samples_per_batch) for lane in range(lanes)]
     reads = _Reads(run, tars)
     seen = 0
     indexes: list[tuple[int, int]] = []

@@ -103,6 +103,12 @@ def test_one_table_says_what_a_run_needs(data: Path, tmp_path: Path) -> None:
     assert "was measured with s3://pics/b" in energon(*asked).output
     bench.write_text(json.dumps(of | {"batch_size": 16}))
     assert "was measured with --batch-size 16, and the run has 2" in refusal_of(*asked, code=2)
+    bench.write_text(json.dumps(of | {"packing_buffer_size": 8, "rates": [rates[0] | {"samples_per_batch": 6.5}]}))
+    packs = answer(*asked)
+    assert packs["draws"] == pytest.approx(6.5 * 80, abs=24)  # rounded in each lane
+    assert packs["leaves"][0]["epochs"] == packs["draws"] / sum(SIZES["a"])
+    assert packs["needs"]["cores"] == packs["draws"] * 0.01
+    assert answer(*asked, "--samples-per-batch", 13)["draws"] == 13 * 80
     bench.write_text("[]")
     assert "is not what `energon bench --json` prints" in refusal_of(*asked, code=2)
     bench.write_text(json.dumps({"rates": [{"workers": 0}]}))
