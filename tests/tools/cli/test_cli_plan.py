@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,7 @@ class Bytes(DefaultTaskEncoder):
     decoder = None
 
 
-def settled(asked: list[Any]) -> int:
+def settled(asked: Sequence[object]) -> int:
     """Return how many requests there are, once threads and workers that a busy machine kept waiting made theirs."""
     count = -1
     while count < len(asked):
