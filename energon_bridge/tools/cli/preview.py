@@ -290,7 +290,7 @@ def _opened_config(config: str, asked: _Asked) -> Iterator[_Shown]:
     if asked.steps is not None and asked.steps.stop > (end := described.train.max_steps):
         raise ConfigurationError(
             f"the run has the steps 0 to {end - 1:,} (train.max_steps={end}); there is no step "
-            f"{asked.steps.stop - 1:,}. For a longer run, add train.max_steps=N"
+            f"{max(end, asked.steps.start):,}. For a longer run, add train.max_steps=N"
         )
     with opened_data(described) as spec:
         yield _batches(files, spec, asked, config, per_step=described.accumulate)

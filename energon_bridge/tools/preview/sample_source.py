@@ -115,7 +115,10 @@ class SampleSource:
                 (leaf.identity, index) for leaf, numbers in holders for index in numbers[leaf.has(numbers)].tolist()
             ]
             if not drawn:
-                raise ConfigurationError(f"no sample has the key {key!r}. --split-part reads another part of the split")
+                raise ConfigurationError(
+                    f"no sample has the key {key!r}. --split-part reads another part of the split; "
+                    f"`energon which MIX --find {key!r}` searches file names, ids and texts"
+                )
             yield from (DrawnSample(key=(identity, index, 0, 0)) for identity, index in drawn)
 
     def parts(self) -> list[DatasetShare]:
