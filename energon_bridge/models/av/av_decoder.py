@@ -23,21 +23,12 @@ from energon_bridge.core.format.media import HEAD_BYTES, AVMetadata
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.storage import ByteRange, open_store
 from energon_bridge.core.storage.ranges import RangeReader
+from energon_bridge.models.av.frame_pixels import FrameTurn, Pixels, clip_of, turn_of
 from energon_bridge.models.av.headers import tells_frames
 from energon_bridge.models.av.media_file import AVData, MediaFile, opened, start_of, tensor_of, ticks
 from energon_bridge.models.av.metadata import audio_metadata, claimed_rate, end_of_frames, known_length, video_metadata
 from energon_bridge.models.av.sound import AudioReader, as_floats, resample
-from energon_bridge.models.av.streams import (
-    FrameReader,
-    FrameTurn,
-    PacketsDifferError,
-    Pixels,
-    VideoReader,
-    beyond,
-    clip_of,
-    is_over,
-    turn_of,
-)
+from energon_bridge.models.av.streams import FrameReader, PacketsDifferError, VideoReader, beyond, is_over
 from energon_bridge.models.av.whole import WholeReader
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from energon_bridge.core.encoder.deferred import Deferred, decode_deferred
 from energon_bridge.core.errors import DecodeError, SampleError
 from energon_bridge.core.samples import stacking
 from energon_bridge.core.samples.places import warned
-from energon_bridge.models.av import AVDecoder, streams
+from energon_bridge.models.av import AVDecoder, frame_pixels
 from energon_bridge.models.av.streams import VideoReader
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
 from energon_bridge.models.families.qwen import DeferredVideo
@@ -491,7 +491,7 @@ def test_a_frame_with_exif_is_turned(orientation: int) -> None:
     exif[ExifTags.Base.Orientation] = orientation
     image.save(file, "PNG", exif=exif)
     frame = next(av.open(io.BytesIO(file.getvalue())).decode(video=0))
-    turned = np.rot90(frame.to_ndarray(format="rgb24"), streams.turn_of(frame).quarters)
+    turned = np.rot90(frame.to_ndarray(format="rgb24"), frame_pixels.turn_of(frame).quarters)
     np.testing.assert_array_equal(turned, ImageOps.exif_transpose(Image.open(file)))
 
 
