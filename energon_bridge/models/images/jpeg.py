@@ -1,4 +1,4 @@
-"""What the headers of JPEGs say, found without a codec: sizes and modes of plain files, and how an image is turned."""
+"""What the bytes of JPEGs say without a codec: sizes and modes of plain files, how an image is turned, where it ends."""
 
 from __future__ import annotations
 
@@ -132,6 +132,22 @@ def jpeg_orientation(data: bytes | bytearray | memoryview) -> int:
     if value is None and (tag := _XMP_ORIENTATION.search(xmp)):
         value = int(tag[1])
     return value if value is not None and 1 <= value <= 8 else 1
+
+
+def may_be_cut_off(data: bytes) -> bool:
+    """Return whether a JPEG, PNG, GIF or BMP lacks its end; only a decoder knows whether that does harm.
+
+    The end of a JPEG counts behind its frame, for a small picture in its EXIF has one, too; what follows, such as the
+    video of a motion photo, does not matter.
+    """
+    if data.startswith(b"\xff\xd8"):
+        frames = _segments(data, _FRAMES)
+        return data.rfind(b"\xff\xd9") < (frames[0][2] if frames else 0)
+    if data.startswith(b"BM"):
+        return int.from_bytes(data[2:6], "little") > len(data)
+    return (data.startswith(b"\x89PNG") and b"IEND" not in data[-_READ:]) or (
+        data.startswith(b"GIF8") and not data.endswith(b";")
+    )
 
 
 def loaded_size(image: Any) -> tuple[int, int]:

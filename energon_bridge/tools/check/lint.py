@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -39,7 +39,7 @@ from energon_bridge.core.format.documents import read_document
 from energon_bridge.core.format.field_map import describe_fields, parse_access
 from energon_bridge.core.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.core.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
-from energon_bridge.core.format.media import AV_EXTENSIONS
+from energon_bridge.core.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS, kind_by_name
 from energon_bridge.core.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -51,13 +51,14 @@ from energon_bridge.core.format.parallel import Task, Workers, map_shards
 from energon_bridge.core.format.tar import parse_sample
 from energon_bridge.core.format.tar_index import find_pieces
 from energon_bridge.core.samples import CrudeSample, SourceInfo
+from energon_bridge.core.samples.places import warned
 from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.models.conversations.parts import MEDIA, medium_by_name
 from energon_bridge.models.conversations.segments import changes_beside
 from energon_bridge.models.conversations.turns import LEARNED, Doubt, doubts_of, doubts_of_turns
 from energon_bridge.models.conversations.withheld import fault_of_verdict, held_out_by
-from energon_bridge.tools.check.media import LONG_SECONDS
+from energon_bridge.tools.check.media import LONG_SECONDS, far_larger
 from energon_bridge.tools.convert.conversations import is_conversation
 from energon_bridge.tools.convert.group_splits import note_groups
 
@@ -115,34 +116,20 @@ def _remedy(dataset: PreparedDataset, error: str) -> str:
 class ShardReport:
     """The result for one shard.
 
-    `blank` are the keys of samples with an empty text, `missing` of those whose answer seems to be a missing value,
-    `escaped` and `marked` of those with entities of HTML or tokens of models in a text,
-    `raw` of those with bytes in a field of tensors, `turned` of
-    those with an image that its EXIF says to turn, `unopened` of those with a video or sound if PyAV is not installed;
-    `silent`, `cancelled` and `loud` of those with an odd sound (`Doubt` of `models/families/sound.py`), `long` of those
-    with one that is longer than many models hear.
-    Of samples of a field map: `rejected` of those that their JSON says annotators rejected, `held_out` of those that it
-    says are for tests, where others of the shard are not, `changed` of those whose media it says are turned or faster.
+    `named` has the keys of samples by what is odd about them: `blank` for an empty text, `missing` for an answer that
+    seems to be a missing value, `escaped` and `marked` for entities of HTML or tokens of models in a text, `raw` for
+    bytes in a field of tensors, `turned` for an image that its EXIF says to turn, `unopened` for a video or sound if
+    PyAV is not installed; `silent`, `cancelled` and `loud` for an odd sound (`Doubt` of `models/families/sound.py`),
+    `long` for one that is longer than many models hear, `large` for a picture far larger than others, with its size.
+    Of samples of a field map: `rejected` if their JSON says that annotators rejected them, `held_out` if it says that
+    they are for tests, where others of the shard are not, `changed` if their media are turned or faster by it.
     `groups` are the speakers, products and the like that samples name, by column.
     """
 
     shard: str
     num_checked: int
     problems: tuple[Problem, ...]
-    blank: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    escaped: tuple[str, ...] = ()
-    marked: tuple[str, ...] = ()
-    raw: tuple[str, ...] = ()
-    turned: tuple[str, ...] = ()
-    unopened: tuple[str, ...] = ()
-    silent: tuple[str, ...] = ()
-    cancelled: tuple[str, ...] = ()
-    loud: tuple[str, ...] = ()
-    long: tuple[str, ...] = ()
-    rejected: tuple[str, ...] = ()
-    held_out: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
+    named: Mapping[str, Sequence[str]] = field(default_factory=dict)
     groups: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
@@ -338,6 +325,7 @@ def _check_shard(
     shard: int,
 ) -> ShardReport:
     check = _ShardCheck(dataset, decode, shard, conversations)
+    warned.update(_NAMED)
     try:
         checksums = check.checksums() if deep else None
         if isinstance(dataset, ForeignDataset):
@@ -349,6 +337,10 @@ def _check_shard(
     except EnergonError as error:  # the shard or its index as a whole
         check.report(error)
     return check.done()
+
+
+_NAMED = ["cancelled, sounds", "loud, sounds", *(f"turned, images, {one}" for one in IMAGE_EXTENSIONS)]
+"""Warnings of training that refer to lint, which names all such samples itself."""
 
 
 class _ShardCheck:
@@ -371,15 +363,10 @@ class _ShardCheck:
         self._name = dataset.shard_names[shard]
         self._num_checked = 0
         self._problems: list[Problem] = []
-        self._doubts: dict[Doubt, list[str]] = {"blank": [], "missing": [], "escaped": [], "marked": []}
-        self._raw: list[str] = []
-        self._rejected: list[str] = []
+        self._named = defaultdict[str, list[str]](list)
         self._held_out: dict[bool, list[str]] = {}
-        self._changed: list[str] = []
-        self._turned: list[str] = []
-        self._unopened: list[str] = []
         self._groups: dict[str, set[str]] = {}
-        self._sounds: dict[str, list[str]] = {"silent": [], "cancelled": [], "loud": [], "long": []}
+        self._sizes: list[tuple[str, int, int]] = []
 
     def report(self, error: Exception, key: str | None = None, part: str | None = None) -> None:
         """Add a problem of a sample or part, or, without a key, of the shard."""
@@ -472,7 +459,7 @@ class _ShardCheck:
             else:
                 fields = field_map_of(tuple(row.fields.items()))(decoded)
                 self._learn(self._dataset.sample_type(__key__=row.key, **fields))
-                self._raw += [row.key] * _has_raw(self._dataset.sample_type, fields)
+                self._named["raw"] += [row.key] * _has_raw(self._dataset.sample_type, fields)
         except Exception as error:  # a sample type may raise anything
             self.report(error, key=row.key)
         return _doubts_in(fields)
@@ -492,7 +479,7 @@ class _ShardCheck:
             else:
                 self._note_beside(key, decoded)
                 self._learn(sample)
-            self._raw += [key] * _has_raw(dataset.sample_type, fields)
+            self._named["raw"] += [key] * _has_raw(dataset.sample_type, fields)
         except FieldAccessError as error:
             self.report(dataset.missing_field(decoded, parts) or error, key=key)
         except Exception as error:  # a sample loader can raise anything
@@ -506,7 +493,9 @@ class _ShardCheck:
             try:
                 decoded[part], odd = self._decode(part, data) if isinstance(data, memoryview) else (data, None)
                 if odd is not None:
-                    self._sounds[odd].append(key)
+                    self._named[odd].append(key)
+                if kind_by_name(f".{part}") == "image" and (shape := getattr(decoded[part], "shape", ())):
+                    self._sizes.append((key, shape[1], shape[0]))
                 if isinstance(content := decoded[part], Mapping):
                     note_groups(content, self._groups)
             except (EnergonError, ImportError) as error:
@@ -524,9 +513,9 @@ class _ShardCheck:
             if not isinstance(content, Mapping):
                 continue
             beside = {name: value for name, value in content.items() if name not in taken}
-            self._rejected += [key] * (fault_of_verdict(beside, ()) is not None)
+            self._named["rejected"] += [key] * (fault_of_verdict(beside, ()) is not None)
             changes = {change for _, change in changes_beside(beside, there)}
-            self._changed += [key] * (not changes.isdisjoint(("turned", "faster")))
+            self._named["changed"] += [key] * (not changes.isdisjoint(("turned", "faster")))
             if (said := held_out_by(beside)) is not None:
                 self._held_out.setdefault(said[2], []).append(key)
 
@@ -541,29 +530,21 @@ class _ShardCheck:
 
     def _note_doubts(self, key: str, doubts: set[Doubt]) -> None:
         for doubt in doubts:
-            self._doubts[doubt].append(key)
+            self._named[doubt].append(key)
 
     def _note(self, key: str, parts: Mapping[str, Any], doubts: set[Doubt]) -> None:
         self._note_doubts(key, doubts)
-        if _is_turned(parts):
-            self._turned.append(key)
-        if _is_unopened(parts):
-            self._unopened.append(key)
+        self._named["turned"] += [key] * _is_turned(parts)
+        self._named["unopened"] += [key] * _is_unopened(parts)
 
     def done(self) -> ShardReport:
         """Return what was found."""
+        held_out = self._held_out.get(True, []) if len(self._held_out) > 1 else []
         return ShardReport(
             shard=self._name,
             num_checked=self._num_checked,
             problems=(*self._problems,),
-            **{name: (*keys,) for name, keys in self._doubts.items()},
-            raw=(*self._raw,),
-            turned=(*self._turned,),
-            unopened=(*self._unopened,),
-            **{name: (*keys,) for name, keys in self._sounds.items()},
-            rejected=(*self._rejected,),
-            held_out=(*self._held_out[True],) if len(self._held_out) > 1 else (),
-            changed=(*self._changed,),
+            named={**self._named, "held_out": held_out, "large": far_larger(self._sizes)},
             groups={name: frozenset(values) for name, values in self._groups.items()},
         )
 

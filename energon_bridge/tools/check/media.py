@@ -53,7 +53,7 @@ from energon_bridge.core.format.parallel import Progress, Task, Workers, map_sha
 from energon_bridge.core.prepare.staging import Staging, forget
 from energon_bridge.core.storage import ByteRange, Store, cannot_write, no_room, open_store
 from energon_bridge.models.av import AVDecoder
-from energon_bridge.models.images.jpeg import loaded_size, plain_jpeg
+from energon_bridge.models.images.jpeg import loaded_size, may_be_cut_off, plain_jpeg
 
 _FILES_AT_A_TIME = 256
 _RESULTS_FOLDER = ".nv-meta.media"
@@ -311,14 +311,15 @@ _FIRST_BYTES = 64 << 10  # enough for the header of nearly every image
 
 
 def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
-    """Return the metadata of a file; reads only the needed bytes of videos and sound.
+    """Return the metadata of a file; reads only the needed bytes of videos and sound, and of an image in storage.
 
-    Raises DecodeError if it is not a media file, ConfigurationError if PyAV is needed and not installed.
+    Raises DecodeError if it is not a media file, or an image given as bytes is cut off; ConfigurationError if PyAV is
+    needed and not installed.
     """
     if kind == "av":
         return AVDecoder(content).get_metadata(get_audio_num_samples=True)
     if isinstance(content, bytes):
-        return read_image(content)
+        return read_image(content, to_its_end=True)
     if content.size > _FIRST_BYTES:
         try:
             return read_image(content.read(_FIRST_BYTES))
@@ -327,9 +328,13 @@ def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
     return read_image(content.read())
 
 
-def read_image(data: bytes) -> ImageMetadata:
-    """Return the metadata of an image; raises DecodeError."""
-    header = plain_jpeg(data)
+def read_image(data: bytes, *, to_its_end: bool = False) -> ImageMetadata:
+    """Return the metadata of an image; raises DecodeError, `to_its_end` also for one that is cut off.
+
+    Only an image that lacks its end is decoded for that.
+    """
+    decodes = to_its_end and may_be_cut_off(data)
+    header = None if decodes else plain_jpeg(data)
     if header is not None:
         return header
     from PIL import Image, UnidentifiedImageError  # the command line starts without it
@@ -340,6 +345,8 @@ def read_image(data: bytes) -> ImageMetadata:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of images so large that they may be decompression bombs
             with Image.open(io.BytesIO(data)) as image:
+                if decodes:
+                    image.load()
                 width, height = loaded_size(image)
                 return ImageMetadata(
                     width=width, height=height, format=image.format or "UNKNOWN", mode=image.mode or "UNKNOWN"
@@ -384,6 +391,21 @@ TO_LEAVE_OUT_LONG = (
     "Many models hear 30 s (Whisper, Qwen2-Audio): energon lint with --processor MODEL names what yours refuses. To "
     "leave long ones out: energon columns add with --sound-seconds, and `filter: sound_seconds <= 30`"
 )
+TO_SCALE_DOWN = (
+    "A batch that is padded to one takes its size for each row. To scale such down: energon convert --max-pixels N "
+    "--overwrite, or in training image_target of the decoder"
+)
+_FAR_ABOVE, _MUCH_PADDING = 8, (128 << 20) // 12
+"""Of the pixels of a usual picture, and pixels of three floats in 128 MiB: of what training warns in a batch of two."""
+
+
+def far_larger(sizes: Sequence[tuple[str, int, int]]) -> tuple[str, ...]:
+    """Return the names, with their widths and heights, of pictures that are far larger than the others."""
+    areas = sorted(width * height for _, width, height in sizes)
+    least = max(_FAR_ABOVE * areas[(len(areas) - 1) // 2], _MUCH_PADDING) if areas else 0
+    return tuple(f"{name} ({width} x {height})" for name, width, height in sizes if width * height >= least)
+
+
 _KINDS = (("image", ImageMetadata), ("av", AVMetadata))
 _NAMES = {kind: tuple(field.name for field in fields(cls)) for kind, cls in _KINDS}
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ from energon_bridge.models.conversations.parts import Medium, medium_by_name
 from energon_bridge.models.conversations.questions import AnswersAs, filled, template_columns
 from energon_bridge.models.conversations.turns import find_pair, read_turns
 from energon_bridge.models.conversations.withheld import first_held_out
-from energon_bridge.tools.check.media import TO_LEAVE_OUT_LONG
+from energon_bridge.tools.check.media import TO_LEAVE_OUT_LONG, TO_SCALE_DOWN
 from energon_bridge.tools.cli.assistant import shorten
 from energon_bridge.tools.cli.output import count_of, format_bytes, json_option
 from energon_bridge.tools.cli.prepare_options import (
@@ -81,9 +82,13 @@ _TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
 _TOLD = (
     "Leave the column out with --ignore COLUMN, or write the text of the question: --question '{COLUMN}\\n{question}'."
 )
-_MARKED = (
-    "with tokens of models in a text (<|im_end|>, <image>), which models that know them do not read as letters, or "
-    "training refuses (take them out of the source, or write them with a space inside)"
+_DOUBTFUL = (
+    "an answer that may be a missing value (N/A, None, null, nan), learned as it stands (to leave one out, take it out "
+    "of the source)",
+    "entities or tags of HTML in a text (&amp;, <br>), learned as they stand (unescape or remove them in the source)",
+    "tokens of models in a text (<|im_end|>, <image>), which models that know them do not read as letters, or training "
+    "refuses (take them out of the source, or write them with a space inside)",
+    f"a picture far larger than others of its shard. {TO_SCALE_DOWN}",
 )
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -447,13 +452,17 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         click.echo(f"  {medium}s in the order {', '.join(names)} (for another, write one list `{medium}s`)")
     if "context" in layout.fields and "answers" not in layout.fields and layout.sample_type == "VQASample":
         click.echo("  no column seems to have the answers, which training needs: --field answers=COLUMN")
+    if told_apart := other_text(looked_at, layout):
+        click.echo(f"  to take {told_apart[0]} instead: {told_apart[1]}")
+    elif "caption" in layout.fields and not source.kind.startswith(_WITHOUT_TURNS):
+        column = layout.fields["caption"]
+        answers = shlex.quote(f"answers={layout.templates.get(column, column)}")
+        click.echo(f"  no question is asked; to ask one: --question 'Describe the picture.' --field {answers}")
     if layout.sample_type == "ImageSample":
         click.echo("  no text: training needs one, or an encoder of yours")
         if texts := text_columns(looked_at, dict(told).get("not used", ())):
             flags = f"--sample-type CaptioningSample --field caption={texts[0]}"
             click.echo(f"  columns that look like captions: {', '.join(texts)}; to take one: {flags}")
-    if (other := other_text(looked_at, layout)) is not None:
-        click.echo(f"  to take {other[0]} instead: {other[1]}")
     if options.split is None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:
@@ -597,22 +606,11 @@ def _report_doubtful(out: Path, done: Converted, options: ConvertOptions) -> Non
         what = "caption" if "caption" in options.layout.fields else "text or answer"
         empty = f"{count} with an empty {what}: training skips and counts those that have no text to learn"
         remedy = "an encoder of your own gets them; to leave one out, take it out of the source"
+    doubtful = zip((done.missing, done.escaped, done.marked, done.large), _DOUBTFUL, strict=True)
     for many, title, rest in (
         (done.skipped, f"Skipped {count_of(len(done.skipped), 'sample')}", f"all in {out}/{SKIPPED}"),
         (done.empty, f"{empty} ({remedy})", "which --json lists"),
-        (
-            done.missing,
-            f"{count_of(len(done.missing), 'sample')} with an answer that may be a missing value (N/A, None, null, "
-            "nan), learned as it stands (to leave one out, take it out of the source)",
-            "which --json lists",
-        ),
-        (
-            done.escaped,
-            f"{count_of(len(done.escaped), 'sample')} with entities or tags of HTML in a text (&amp;, <br>), learned "
-            "as they stand (unescape or remove them in the source)",
-            "which --json lists",
-        ),
-        (done.marked, f"{count_of(len(done.marked), 'sample')} {_MARKED}", "which --json lists"),
+        *((many, f"{count_of(len(many), 'sample')} with {what}", "which --json lists") for many, what in doubtful),
     ):
         for message in [f"{title}:", *(f"  {one}" for one in many[:5])] if many else ():
             click.echo(message)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
-from typing import Any
 
 import click
 
@@ -24,7 +23,7 @@ from energon_bridge.tools.check.lint import (
     lint_parts,
     lint_splits,
 )
-from energon_bridge.tools.check.media import TO_LEAVE_OUT_LONG
+from energon_bridge.tools.check.media import TO_LEAVE_OUT_LONG, TO_SCALE_DOWN
 from energon_bridge.tools.cli.output import count_of, print_json
 from energon_bridge.tools.cli.prepare_options import (
     choose_engine,
@@ -38,6 +37,7 @@ from energon_bridge.tools.cli.quarantine import print_excludes
 from energon_bridge.tools.cli.run_options import load_encoder
 
 _MAX_SHOWN = 100
+_MAX_NAMED = 10
 _TAKEN = f"The field map takes all alike. To leave one out, {LEAVE_OUT}."
 _SURPRISES = {
     "blank": (
@@ -70,6 +70,7 @@ _SURPRISES = {
     ),
     "loud": ("a sound whose samples lie far beyond [-1, 1]", "They are taken as they are: scale them."),
     "long": ("a sound of more than 30 s", f"{TO_LEAVE_OUT_LONG}."),
+    "large": ("a picture far larger than others of its shard", f"{TO_SCALE_DOWN}."),
     "rejected": ("a key beside its fields by which annotators rejected it", _TAKEN),
     "held_out": ("a key beside its fields that says it is held out, unlike others of its shard", _TAKEN),
     "changed": (
@@ -153,10 +154,9 @@ def command(
     """
     one_task = chosen_task(task, finish=False)
     encodes = encoder or processor
-    if encoder is not None and processor is not None:
-        raise ConfigurationError("--encoder and --processor: give one of them.")
     if one_task is not None and (encodes is not None or duplicates):
         raise ConfigurationError("--task checks shards: run --encoder, --processor and --duplicates without it.")
+    made = load_encoder(encoder, processor)
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
     problems = _Problems(quiet=as_json or excludes)
     opened, empty = _opened(path, parts, dataset_config, split_config, problems, trust=trust_remote_code)
@@ -181,20 +181,20 @@ def command(
                 cooks=encodes is None,
             )
     _warn_of_groups(groups, problems)
-    if encodes is not None:
-        splits = _splits(path, datasets, parts)
-        made = load_encoder(encoder, processor)
-        _encode(
+    for split in _splits(path, datasets, parts) if encodes is not None else ():
+        count, failed = lint_encoded(
             path,
-            splits,
+            split,
             made,
-            encodes,
-            problems,
-            parallel,
-            dataset_config,
-            split_config,
-            trust=trust_remote_code,
+            num_workers=parallel if parallel > 1 else 0,
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust_remote_code,
         )
+        if not problems.quiet:
+            click.echo(f"{split}: {encodes} encodes {count_of(count, 'sample')}, {len(failed):,} fail.")
+        for problem in failed:
+            problems.add(problem)
     if duplicates:
         _find_duplicates(datasets, problems, workers)
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
@@ -260,7 +260,7 @@ def _check(
     for number, report in enumerate(reports, start=1):
         checked += report.num_checked
         for name, keys in surprises.items():
-            keys += [f"{report.shard}/{key}" for key in getattr(report, name)]
+            keys += [f"{report.shard}/{key}" for key in report.named.get(name, ())]
         for problem in report.problems:
             problems.add(problem)
         for name, values in report.groups.items():
@@ -272,7 +272,8 @@ def _check(
             what, remedy = _SURPRISES[name]
             where = f"{dataset.path}, {dataset.split_part or 'all'}"
             samples = count_of(len(keys), "sample")
-            problems.warn(f"{where}: {samples} with {what}; the first is {keys[0]}. {remedy}")
+            rest = f" and {len(keys) - _MAX_NAMED:,} more" * (len(keys) > _MAX_NAMED)
+            problems.warn(f"{where}: {samples} with {what}: {', '.join(keys[:_MAX_NAMED])}{rest}. {remedy}")
     return checked
 
 
@@ -316,34 +317,6 @@ def _splits(path: str, datasets: list[PreparedDataset], parts: tuple[str, ...]) 
     from energon_bridge.core.mix import metadataset_splits, resolve_path
 
     return list(parts) or metadataset_splits(resolve_path(path, base=os.getcwd(), where="PATH"))
-
-
-def _encode(
-    path: str,
-    splits: list[str],
-    encoder: Any,
-    name: str,
-    report: _Problems,
-    parallel: int,
-    dataset_config: str,
-    split_config: str,
-    *,
-    trust: bool,
-) -> None:
-    for split in splits:
-        count, problems = lint_encoded(
-            path,
-            split,
-            encoder,
-            num_workers=parallel if parallel > 1 else 0,
-            dataset_config=dataset_config,
-            split_config=split_config,
-            trust_remote_code=trust,
-        )
-        if not report.quiet:
-            click.echo(f"{split}: {name} encodes {count_of(count, 'sample')}, {len(problems):,} fail.")
-        for problem in problems:
-            report.add(problem)
 
 
 def _print_excludes(problems: list[Problem], *, as_json: bool) -> None:

@@ -210,7 +210,16 @@ def encoder_of_model(model: str) -> Any:
     from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 
     call_settings({"max_sound_seconds": "in training, data.max_sound_seconds"})
-    encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=_LONGEST, over_long="raise"))
+    try:
+        encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=_LONGEST, over_long="raise"))
+    except ConfigurationError as error:
+        if os.path.isdir(model) or ("/" in model and not model.endswith(_MIX_SUFFIXES)):
+            raise
+        raise ConfigurationError(
+            f"--processor {model!r}: expected the folder of a model, or its name on the hub, such as "
+            "Qwen/Qwen2.5-VL-7B-Instruct. Of a preset, that is RUN/model of a run; MODULE:NAME is for --encoder, and a "
+            f"configuration for energon preview --config. It was looked for: {error}"
+        ) from error
     encoder.cookers = COOKERS
     return encoder
 

@@ -64,7 +64,14 @@ from energon_bridge.tools.convert.options import (
     describe_conversion,
     key_of_options,
 )
-from energon_bridge.tools.convert.rows import Layout, Source, contents_of, first_rows, named_otherwise
+from energon_bridge.tools.convert.rows import (
+    Layout,
+    Source,
+    SourceSample,
+    contents_of,
+    first_rows,
+    named_otherwise,
+)
 from energon_bridge.tools.convert.scaling import reencoded
 from energon_bridge.tools.convert.shard_plan import ShardJob, ShardJobs, sample_at, segments_of, shards_of_plan
 from energon_bridge.tools.convert.shards import PartsFolder, ShardFile, num_unread, partial_path, record_path, writing
@@ -93,13 +100,13 @@ def convert(
     with PartsFolder(Path(out), lock="alone") as parts:
         plan, description = _begin(parts, source, options, overwrite=overwrite)
         skipped: list[str] = []
-        missing: list[str] = []
+        missing: list[int] = []
         reused = 0
         try:
             doing = partial(_make_shard, parts.root, options, finish, overwrite)
-            for shard, made in _make_shards(doing, source, options, plan, num_workers, progress):
+            for number, made in enumerate(_make_shards(doing, source, options, plan, num_workers, progress)):
                 if made is None:
-                    missing.append(shard)
+                    missing.append(number)
                     continue
                 was_there, failed = made
                 skipped += failed
@@ -111,9 +118,11 @@ def convert(
                     parts.root.rmdir()
             raise
         if missing:
+            first = ShardJobs(source, options.layout, plan)[missing[0]]
             raise ConfigurationError(
                 f"{out}: {len(missing)} of {len(plan)} shards are missing, or were made from another source; the first "
-                f"is {missing[0]}. Run their tasks again, or run this without --finish."
+                f"is {first.shard}{_what_changed(parts.root, options, first)}. Run their tasks again, or run this "
+                "without --finish."
             )
         skipped.sort(key=by_number)
         if len(skipped) == len(source):
@@ -213,15 +222,15 @@ def _make_shards(
     plan: Sequence[tuple[str, np.ndarray]],
     num_workers: Workers,
     progress: Progress,
-) -> Iterator[tuple[str, tuple[bool, list[str]] | None]]:
-    """Yield the name of each shard of a plan and what `make` returned for it."""
+) -> Iterator[tuple[bool, list[str]] | None]:
+    """Yield what `make` returned for each shard of a plan."""
     done = 0
     total = sum(len(numbers) for _, numbers in plan)
     with closing(map_shards(make, ShardJobs(source, options.layout, plan), num_workers=num_workers)) as results:
-        for (shard, numbers), made in zip(plan, results, strict=True):
+        for (_, numbers), made in zip(plan, results, strict=True):
             done += len(numbers)
             progress(done, total)
-            yield shard, made
+            yield made
 
 
 _BACKSLASH = "\\"
@@ -286,7 +295,7 @@ def _make_shard(
         return None
     was_other = before is not None and before.made_of != made_of and not overwrite
     if before is not None and was_other and not before.skipped:
-        _check_keys_stay(root, job.shard, before, [sample.key for sample in job.samples])
+        _check_keys_stay(root, job, before, [sample.key for sample in job.samples])
     checksums = options.checksums or has_checksums(open_store(root))  # of a source that grew, the new ones too
     shard = ShardFile(parts / job.shard, media=options.media, checksums=checksums, strict=options.skip_errors)
     bad: list[str] = []
@@ -326,12 +335,36 @@ def _make_shard(
     return was_other, record.skipped
 
 
-def _check_keys_stay(root: Path, shard: str, before: ShardRecord, keys: Sequence[str]) -> None:
+def _check_keys_stay(root: Path, job: ShardJob, before: ShardRecord, keys: Sequence[str]) -> None:
     for was, now in zip_longest(before.scan.keys, keys):
         if was != now:
             place = "its end" if was is None else f"the key {was!r}"
             there = "its end" if now is None else repr(now)
-            raise ConfigurationError(f"{root}: {shard} begins to differ at {place}, where {there} is now. {_REPLACING}")
+            where = next((one.where for one in job.samples if one.key == now), f"after {job.samples[-1].where}")
+            raise ConfigurationError(
+                f"{root}: {job.shard} begins to differ at {place}, where {there} is now ({where}). {_REPLACING}"
+            )
+
+
+def _what_changed(root: Path, options: ConvertOptions, job: ShardJob) -> str:
+    """Return which sample of a shard, and which file of it, is not as it was when the shard was made, if it was."""
+    record = load_record(root, job.shard)
+    if record is None:
+        return ""
+    places = {key: number for number, key in enumerate(record.scan.keys)}
+    tar = next((path for path in (root / PartsFolder.NAME / job.shard, root / job.shard) if path.exists()), os.devnull)
+    with open(tar, "rb") as file:
+        for sample in job.samples:
+            was = _parts_in(file, record.scan, places[sample.key]) if sample.key in places else {}
+            try:
+                now = {part: reencoded(part, data, options) for part, data in sample.read()[0]}
+            except (SourceError, SampleError, SkipSample) as error:
+                if was:
+                    return f": {error}".removesuffix(".")
+                continue
+            if was != now and (was or not record.skipped):
+                return f": {_changed_part(sample, was, now)}"
+    return ": what it has is as it was, but files were touched, samples are gone, or --on-error skip is new"
 
 
 def _keep_if_same(root: Path, job: ShardJob, before: ShardRecord, after: ShardRecord) -> None:
@@ -341,17 +374,14 @@ def _keep_if_same(root: Path, job: ShardJob, before: ShardRecord, after: ShardRe
     """
     new = root / PartsFolder.NAME / job.shard
     try:
-        _check_keys_stay(root, job.shard, before, after.scan.keys)
+        _check_keys_stay(root, job, before, after.scan.keys)
         with open(root / job.shard, "rb") as was, open(new, "rb") as now:
             for number, key in enumerate(after.scan.keys):
                 parts, others = (_parts_in(file, of.scan, number) for file, of in ((was, before), (now, after)))
                 if parts != others:
                     sample = next(one for one in job.samples if one.key == key)
-                    part = next(name for name in {**parts, **others} if parts.get(name) != others.get(name))
-                    file = dict(getattr(sample, "parts", ())).get(part)
                     raise ConfigurationError(
-                        f"{root}: {job.shard} was made of other content: the part {part!r} of {key!r} has changed "
-                        f"({getattr(file, 'path', 'its row, or how this version writes it')}; {sample.where}). "
+                        f"{root}: {job.shard} was made of other content: {_changed_part(sample, parts, others)}. "
                         f"{_REPLACING}"
                     )
     except ConfigurationError:
@@ -359,6 +389,13 @@ def _keep_if_same(root: Path, job: ShardJob, before: ShardRecord, after: ShardRe
         raise
     finally:
         new.unlink(missing_ok=True)
+
+
+def _changed_part(sample: SourceSample, was: Mapping[str, bytes], now: Mapping[str, bytes]) -> str:
+    part = next(name for name in {**was, **now} if was.get(name) != now.get(name))
+    file = dict(getattr(sample, "parts", ())).get(part)
+    told = getattr(file, "path", "its row, or how this version writes it")
+    return f"the part {part!r} of {sample.key!r} has changed ({told}; {sample.where})"
 
 
 def _parts_in(file: BinaryIO, scan: ShardScan, number: int) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from energon_bridge.core.format.tar_index import index_name
 from energon_bridge.core.prepare.indexing import RECORD_SUFFIX, ShardRecord
 from energon_bridge.core.storage import open_store
 from energon_bridge.models.conversations.turns import Doubt
-from energon_bridge.tools.check.media import LONG_SECONDS
+from energon_bridge.tools.check.media import LONG_SECONDS, far_larger
 from energon_bridge.tools.convert.options import ConvertOptions, changed_options, type_name
 from energon_bridge.tools.convert.shards import (
     PartsFolder,
@@ -41,7 +41,8 @@ class Converted:
     would open some. `num_rejected` answers were left
     out of samples that also have a preferred one. `empty` has the places of samples with an empty answer, `missing` of
     those whose answer seems to be a missing value (`N/A`), `escaped` of those with entities of HTML in a text,
-    `marked` of those with tokens of models in one. `num_long` sounds are longer than many models hear.
+    `marked` of those with tokens of models in one. `num_long` sounds are longer than many models hear, `large` pictures
+    far larger than others of their shard.
     """
 
     shard_counts: dict[str, int]
@@ -58,12 +59,19 @@ class Converted:
     marked: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     num_long: int = 0
+    large: tuple[str, ...] = ()
 
 
 def _is_long(row: Sequence[str]) -> bool:
     """Return whether a row of media metadata is of a long sound, and not of a video."""
     found = json.loads(row[2]) if "audio_duration" in row[2] else {}
     return "video_duration" not in found and found.get("audio_duration", 0) > LONG_SECONDS
+
+
+def _sizes(record: ShardRecord) -> list[tuple[str, int, int]]:
+    """Return name, width and height of the pictures of a shard."""
+    found = ((name, json.loads(text)) for name, kind, text in record.media if kind == "image")
+    return [(name, size["width"], size["height"]) for name, size in found]
 
 
 def _places(records: Mapping[str, ShardRecord], doubt: Doubt) -> tuple[str, ...]:
@@ -158,6 +166,7 @@ def finish_dataset(
         escaped=_places(shards, "escaped"),
         marked=_places(shards, "marked"),
         num_long=sum(map(_is_long, (row for record in shards.values() for row in record.media))),
+        large=tuple(one for record in shards.values() for one in far_larger(_sizes(record))),
     )
 
 

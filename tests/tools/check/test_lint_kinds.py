@@ -466,10 +466,10 @@ def test_empty_texts_are_counted(tmp_path: Path) -> None:
         code, report = lint(tar.parent)
         assert code == 0
         (warning,) = report["warnings"]
-        assert warning.startswith(f"{tar.parent}, train: 2 samples with an empty text; the first is s.tar/b. Training ")
+        assert warning.startswith(f"{tar.parent}, train: 2 samples with an empty text: s.tar/b, s.tar/c. Training ")
 
 
-def test_turned_images_are_counted(tmp_path: Path) -> None:
+def test_turned_images_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def turned(form: str, orientation: int, **settings: Any) -> bytes:
         image, file = Image.new("RGB", (8, 8)), io.BytesIO()
         exif = image.getexif()
@@ -486,9 +486,51 @@ def test_turned_images_are_counted(tmp_path: Path) -> None:
     prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=fields)
     _, report = lint(tar.parent)
     (warning,) = report["warnings"]
-    assert warning.startswith(
-        f"{tar.parent}, train: 5 samples with an image that its EXIF or XMP turns; the first is s.tar/1. T"
-    )
+    named = ", ".join(f"s.tar/{number}" for number in range(1, 6))
+    assert warning.startswith(f"{tar.parent}, train: 5 samples with an image that its EXIF or XMP turns: {named}. T")
+    assert caplog.messages == []  # which would refer to lint
+
+
+def test_a_picture_far_larger_than_others_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By lint and convert, if training warns of it in a batch of two; and of many samples the first ten."""
+    for side, is_large in ((3300, False), (3400, True)):
+        folder = tmp_path / str(side)
+        folder.mkdir()
+        for number in range(12):
+            size = (side, side) if number == 7 else (64, 48)
+            Image.new("RGB", size, "red").save(folder / f"{number:02d}.jpg")
+            (folder / f"{number:02d}.txt").write_text(" ")
+        out = folder / "out"
+        told = output_of("convert", folder, out, "--split-ratio", "1,0,0", "--no-progress")
+        assert ("1 sample with a picture far larger than others of its shard. A batch that" in told) == is_large
+        assert ("\n  07.jpg (3400 x 3400)\n" in told) == is_large
+        code, report = lint(out)
+        assert code == 0
+        blank, *large = report["warnings"]
+        ten = ", ".join(f"train/00000.tar/{number:02d}" for number in range(10))
+        assert f"12 samples with an empty text: {ten} and 2 more. " in blank
+        said = "train: 1 sample with a picture far larger than others of its shard: train/00000.tar/07 (3400 x 3400). A"
+        assert [one.startswith(f"{out}, {said}") for one in large] == [True] * is_large
+        caplog.clear()
+        config = WorkerConfig(num_workers=0)
+        with closing(
+            get_savable_loader(get_val_dataset(out, split_part="train", batch_size=2, worker_config=config))
+        ) as loader:
+            assert sum(len(batch.image) for batch in loader) == 12
+        assert ["padded to it" in message for message in caplog.messages] == [True] * is_large
+
+
+@pytest.mark.parametrize("model", ["tiny-llava", "mine:encoder", "run.yaml"])
+def test_what_is_no_model_is_told_from_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("run.yaml").write_text("model:\n  preset: tiny-llava\n")
+    write_tar(tmp_path / "data/s.tar", [("a.txt", b"text")])
+    prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=TEXT)
+    for command in (("lint",), ("preview",), ("columns", "add")):
+        said = refusal_of(*command, tmp_path / "data", "--processor", model)
+        assert f"--processor {model!r}: expected the folder of a model, or its name on the hub, such as Qwen/" in said
+        assert "Of a preset, that is RUN/model of a run; MODULE:NAME is for --encoder, and a configuration" in said
 
 
 def test_sounds_that_cannot_be_opened_are_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +540,7 @@ def test_sounds_that_cannot_be_opened_are_no_success(tmp_path: Path, monkeypatch
     code, report = lint(tar.parent)
     assert code == 0
     (warning,) = report["warnings"]
-    said = "train: 3 samples with a video or sound, not opened; the first is s.tar/0. To check them: pip install"
+    said = "train: 3 samples with a video or sound, not opened: s.tar/0, s.tar/1, s.tar/2. To check them: pip install"
     assert warning.startswith(f"{tar.parent}, {said}")
 
 
@@ -516,9 +558,9 @@ def says_odd_sounds(folder: Path) -> bool:
         0,
         [],
         [
-            "1 sample with a sound in which nothing is heard; the first is s.tar/1",
-            "1 sample with a sound whose channels cancel each other; the first is s.tar/2",
-            "1 sample with a sound whose samples lie far beyond [-1, 1]; the first is s.tar/4",
+            "1 sample with a sound in which nothing is heard: s.tar/1",
+            "1 sample with a sound whose channels cancel each other: s.tar/2",
+            "1 sample with a sound whose samples lie far beyond [-1, 1]: s.tar/4",
         ],
     )
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import hashlib
 import http.server
+import io
 import json
 import os
 import re
+import shlex
 import tarfile
 import threading
 import urllib.parse
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +42,7 @@ from sources import (
     write_pictures,
 )
 
-from energon_bridge import ShardWriter, TextSample
+from energon_bridge import ShardWriter, TextSample, WorkerConfig, get_savable_loader, get_val_dataset
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.nvmeta import read_info
 from energon_bridge.core.prepare.split import parse_ratio
@@ -82,7 +85,8 @@ def test_a_missing_image_is_named_or_skipped(tmp_path):
     before = content(tmp_path / "out")
     flags += ["--on-error", "skip"]
     message = refused(source, tmp_path / "out", *flags)
-    assert "train/00002.tar begins to differ at the key '000000005', where '000000004' is now" in message
+    said = f"begins to differ at the key '000000005', where '000000004' is now ({source}, entry 4 (id 2))"
+    assert f"train/00002.tar {said}" in message
     assert content(tmp_path / "out") == before
     assert "Unchanged: 2 shards." in convert(source, tmp_path / "out", *flags, "--overwrite")
     assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags))
@@ -334,6 +338,42 @@ def test_damaged_pictures_are_counted(tmp_path):
     (folder / "d.jpg").unlink()
     (folder / "c.jpg").unlink()
     assert "cannot be opened" not in convert(folder, tmp_path / "out3")
+
+
+@pytest.mark.parametrize("form", ["JPEG", "JPEG progressive", "PNG", "GIF", "BMP"])
+def test_pictures_that_are_cut_off_are_rows_that_fail(tmp_path: Path, form: str) -> None:
+    """What Pillow, the loader of these formats, refuses; bytes behind the end, as of motion photos, do no harm."""
+    image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), dtype=np.uint8))
+    thumbnail = io.BytesIO()
+    image.save(thumbnail, "JPEG")
+    exif = Image.Exif()
+    exif[0x9286] = thumbnail.getvalue()  # a comment that holds a whole JPEG, as previews do
+    file = io.BytesIO()
+    form, _, way = form.partition(" ")
+    image.save(file, form, **({"exif": exif, "progressive": bool(way)} if form == "JPEG" else {}))
+    whole = file.getvalue()
+    ends = [whole, whole + bytes(5000), *(whole[:-cut] for cut in (1, 2, 9, 12, 40, 400, len(whole) // 3))]
+    bad = []
+    for number, data in enumerate(ends):
+        (tmp_path / f"{number}.{form}").write_bytes(data)
+        try:
+            with Image.open(io.BytesIO(data)) as opened:
+                opened.load()
+        except OSError:
+            bad.append(number)
+    assert {0, 1}.isdisjoint(bad)
+    assert {7, 8} <= {*bad}
+    source = tmp_path / "list.jsonl"
+    source.write_text("".join(f'{{"image": "{n}.{form}", "caption": "text"}}\n' for n in range(len(ends))))
+    flags = ("--split-ratio", "1,0,0")
+    told = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert f"Skipped {len(bad)} samples:" in told
+    skipped = (tmp_path / "out/.nv-meta/convert/skipped.txt").read_text().splitlines()
+    assert [line.partition(": ")[0] for line in skipped] == [f"{source}, line {number + 1}" for number in bad]
+    assert "All " in output_of("lint", tmp_path / "out", "--no-progress")
+    counted = convert(source, tmp_path / "all", *flags)
+    assert f"{len(bad)} images cannot be opened: energon lint {tmp_path}/all names them." in counted
+    assert refusal_of("lint", tmp_path / "all", "--no-progress").count("DecodeError: ") == len(bad)
 
 
 def test_broken_lines_are_named_or_skipped(tmp_path):
@@ -651,12 +691,10 @@ def test_empty_captions_are_counted_and_named(tmp_path: Path, form: str) -> None
     keys = ["p1", "p2", "p4"] if form == "pairs" else ["000000001", "000000002", "000000004"]
     assert [f"(key {key})" in said for key in keys] == [True] * 3
     lint = energon("lint", tmp_path / "out").output
-    assert f"3 samples with an empty text; the first is train/00000.tar/{keys[0]}. Training skips" in lint
+    named = ", ".join(f"train/00000.tar/{key}" for key in keys)
+    assert f"3 samples with an empty text: {named}. Training skips" in lint
     if form in ("parquet", "jsonl"):  # read as they are
-        assert (
-            f"{3 if form == 'parquet' else 2} samples with an empty text; the first is "
-            in energon("lint", source).output
-        )
+        assert f"{3 if form == 'parquet' else 2} samples with an empty text: " in energon("lint", source).output
 
 
 # What is told of photographs and their captions ----------------------------------------------------------------------
@@ -693,6 +731,24 @@ def test_marks_in_conversations_are_no_places(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(rows))
     told = output_of("convert", tmp_path / "list.json", tmp_path / "out", "--split-ratio", "1,0,0", "--no-progress")
     assert "1 sample with tokens of models in a text" in told
+
+
+def test_a_caption_can_become_the_answer_to_a_question(tmp_path: Path) -> None:
+    source = photographs(tmp_path, count=20)
+    flags = ("--split-ratio", "1,0,0", "--no-progress")
+    told = output_of("convert", source, tmp_path / "out", *flags)
+    hint = told.partition("no question is asked; to ask one: ")[2].split("\n")[0]
+    assert hint == "--question 'Describe the picture.' --field answers=caption"
+    again = output_of("convert", source, tmp_path / "asked", *flags, *shlex.split(hint))
+    assert "to ask one" not in again
+    dataset = get_val_dataset(
+        tmp_path / "asked", split_part="train", batch_size=20, worker_config=WorkerConfig(num_workers=0)
+    )
+    with closing(get_savable_loader(dataset)) as loader:
+        (batch,) = loader
+    assert (batch.context, batch.answers) == (["Describe the picture."] * 20, [[f"a cat, {n}"] for n in range(20)])
+    composed = output_of("convert", source, tmp_path / "more", *flags, "--field", "caption={caption} ({product_id})")
+    assert "--field 'answers={caption} ({product_id})'" in composed
 
 
 def test_columns_that_look_like_captions_are_named(tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def test_a_folder_of_pictures_grows_at_its_end(tmp_path: Path) -> None:
     whole = content(out)
     (tmp_path / "in/00.jpg").write_bytes(picture(10))
     message = refused(tmp_path / "in", out, *RATIO)
-    assert f"{out}: train/00000.tar begins to differ at the key '1', where '00' is now" in message
+    said = f"begins to differ at the key '1', where '00' is now ({tmp_path}/in/00.jpg)"
+    assert f"{out}: train/00000.tar {said}" in message
     assert "Convert into another folder, or --overwrite" in message
     assert content(out) == whole
 
@@ -233,7 +234,8 @@ def test_shards_are_not_replaced_in_silence(tmp_path: Path, change: Any) -> None
     for flags in ((), ("--task", "0/1"), ("--finish",)):
         message = refused(source, out, *RATIO, *flags)
         if "--finish" in flags and "content" in said:
-            assert " shards are missing, or were made from another source" in message
+            first = "; the first is train/00000.tar: " + said.partition("content: ")[2]
+            assert f" shards are missing, or were made from another source{first}" in message
             continue
         assert said in message
         assert "Convert into another folder, or --overwrite all." in message

@@ -135,7 +135,7 @@ def test_images_that_stay_bytes_are_named(tmp_path: Path) -> None:
     prepare_dataset(tmp_path, split=parse_patterns(["train:.*"]), dataset_yaml=yaml)
     warned = json.loads(output_of("lint", tmp_path, "--json", "--no-progress"))["warnings"]
     assert len(warned) == 1
-    assert "2 samples with an image that no decoder takes; the first is 0.tar/02" in warned[0]
+    assert "2 samples with an image that no decoder takes: 0.tar/02" in warned[0]
     dataset = get_val_dataset(
         tmp_path,
         split_part="train",

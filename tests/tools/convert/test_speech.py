@@ -633,9 +633,7 @@ def test_sounds_longer_than_many_models_hear_are_told_with_what_leaves_them_out(
     manifest = lines(tmp_path / "m.jsonl", rows)
     told = convert(manifest, tmp_path / "out")
     assert "1 sound of more than 30 s. Many models hear 30 s" in told
-    assert "1 sample with a sound of more than 30 s; the first is train/00000.tar/000000001" in output_of(
-        "lint", tmp_path / "out"
-    )
+    assert "1 sample with a sound of more than 30 s: train/00000.tar/000000001" in output_of("lint", tmp_path / "out")
     output_of("columns", "add", tmp_path / "out", "--sound-seconds")
     mix = tmp_path / "mix.yaml"
     head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
