@@ -1,4 +1,4 @@
-"""What the bytes of JPEGs say without a codec: sizes and modes of plain files, how an image is turned, where it ends."""
+"""What JPEGs say without a codec: sizes and modes of plain files, how an image is turned, and where it ends."""
 
 from __future__ import annotations
 
