@@ -61,7 +61,7 @@ try:
 except ImportError:
     _compiled: Any = None
 else:
-    _compiled = _pixels if hasattr(_pixels, "ORDERS") else None  # else, built of an older source
+    _compiled = _pixels if hasattr(_pixels, "LINES") else None  # else, built of an older source
 COMPILED = _compiled is not None
 """Whether the C extension is built, and fits this source."""
 
@@ -234,7 +234,8 @@ def look_up(pixels: np.ndarray, table: np.ndarray, layout: PixelLayout, out: np.
     patch_height, patch_width = layout.patch or (height, width)
     if _compiled is not None and COMPILED:
         patch = (patch_height, patch_width, layout.merge, times, layout.order == "pixels")
-        _compiled.look_up(np.ascontiguousarray(pixels), out, table, frames, height, width, *patch)
+        lines = _lines(table.tobytes()) if table.itemsize == 2 else b""
+        _compiled.look_up(np.ascontiguousarray(pixels), out, table, frames, height, width, *patch, lines)
         return
     merge = layout.merge
     rows = height // patch_height
@@ -248,6 +249,33 @@ def look_up(pixels: np.ndarray, table: np.ndarray, layout: PixelLayout, out: np.
     target = out.reshape(*ordered.shape[:5], times, patch_height, patch_width)
     for channel in range(_CHANNELS):
         target[:, :, :, :, channel] = table[channel][ordered[:, :, :, :, channel]]
+
+
+@lru_cache(maxsize=64)
+def _lines(table: bytes) -> bytes:
+    """Return slope and start of a line for each channel of a table of bfloat16, float32: the one amid its values.
+
+    A value stands for all numbers that are rounded to it. Between them a slope leaves a band, which grows with the
+    slope and then shrinks; the slopes with the widest one are found by halving. The values may have no line: the
+    compiled part takes one only if it gives all of them.
+    """
+    bits = np.frombuffer(table, np.uint16).reshape(_CHANNELS, 256).astype(np.uint32) << 16
+    half = np.where(bits, np.uint32(0x8000), np.uint32(0))
+    ends = np.array([(bits - half).view(np.float32), (bits + half).view(np.float32)], np.float64)
+    at, lines = np.arange(256), []
+    with np.errstate(all="ignore"):
+        for low, high in zip(ends.min(axis=0), ends.max(axis=0), strict=True):
+            slopes = []
+            for last in (0, 1):  # of those that are as good
+                least, most = (low[255] - high[0]) / 255, (high[255] - low[0]) / 255
+                for _ in range(30):
+                    slope = (least + most) / 2
+                    smaller = np.argmin(high - slope * at) >= np.argmax(low - slope * at) + last
+                    least, most = (least, slope) if smaller else (slope, most)
+                slopes.append(slope)
+            slope = sum(slopes) / 2
+            lines += [slope, ((low - slope * at).max() + (high - slope * at).min()) / 2]
+    return np.array(lines, np.float32).tobytes()
 
 
 def bits_of(values: torch.Tensor) -> np.ndarray:

@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from itertools import islice
@@ -357,6 +357,25 @@ def test_an_encoder_with_its_path_can_be_sent_to_a_process() -> None:
         assert torch.equal(again.image(image)["pixel_values"], path.image(image)["pixel_values"])
 
 
+def bfloat16_table(means: Sequence[float], stds: Sequence[float]) -> np.ndarray:
+    values = torch.arange(256, dtype=torch.float32) / 255
+    table = (values - torch.tensor(means)[:, None]) / torch.tensor(stds)[:, None]
+    return native.bits_of(table.to(torch.bfloat16)).view(np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [(0.5, 0.5), (0.485, 0.229), (0.48145466, 0.26862954), (0.0, 1.0), (0.0, 0.5), (0.456, 0.25)]
+)
+def test_bfloat16_values_lie_on_lines(mean: float, std: float) -> None:
+    """Where one did not, all would be looked up, which takes longer."""
+    table = bfloat16_table([mean] * 3, [std] * 3)
+    for (slope, start), expected in zip(
+        np.frombuffer(native._lines(table.tobytes()), np.float32).reshape(3, 2), table, strict=True
+    ):
+        made = torch.from_numpy(np.arange(256, dtype=np.float32) * slope + start).to(torch.bfloat16)
+        np.testing.assert_array_equal(native.bits_of(made).view(np.uint16), expected)
+
+
 @pytest.mark.skipif(not native.COMPILED, reason="needs the compiled part")
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
 @pytest.mark.parametrize(
@@ -385,6 +404,10 @@ def test_values_lie_where_numpy_puts_them(
     tables = [rng.integers(0, 256, (3, 256)).astype(dtype)]
     if dtype == np.uint8:
         tables.append(np.tile(np.arange(256, dtype=np.uint8), (3, 1)))  # bytes as they are
+    if dtype == np.uint16:
+        tables.append(bfloat16_table((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)))
+        tables.append(tables[-1].copy())
+        tables[-1][1, 200] += 1  # no line has it
     for table in tables:
         behind = 16  # bytes that must stay as they are
         made, expected = (np.full(3 * math.prod(size) * layout.times + behind, 77, dtype) for _ in range(2))
