@@ -629,12 +629,13 @@ WITH_AVX2 static void look_up_wide(const uint8_t *source, const uint8_t *end, ch
                 const void *made = bytes[channel];
                 if (item > 1) {
                     void *here = copies == 1 && !stream && used < 2 ? (void *)to : values;
-                    if (lines && stream && copies == 1 && (uintptr_t)to % 32 == 0 && block % 16 == 0) {
-                        values_on_line(bytes[channel], (uint16_t *)to, lines + 2 * channel, block, 1);
-                        continue;
-                    }
+                    const int fits = copies == 1 && block % 16 == 0, past = fits && stream && (uintptr_t)to % 32 == 0;
                     if (lines)
-                        values_on_line(bytes[channel], here = values, lines + 2 * channel, block, 0);
+                        here = past || (fits && !stream) ? (void *)to : values;
+                    if (lines && past)
+                        values_on_line(bytes[channel], here, lines + 2 * channel, block, 1);
+                    else if (lines)
+                        values_on_line(bytes[channel], here, lines + 2 * channel, block, 0);
                     else if (used > 1)
                         (item == 2 ? values_16 : values_32)(bytes[channel], here, planes[channel][0], block);
                     else if (item == 2)

@@ -384,6 +384,7 @@ def test_bfloat16_values_lie_on_lines(mean: float, std: float) -> None:
         ((56, 84), 1, native.PixelLayout(patch=(14, 14), merge=2, times=2)),
         ((56, 84), 2, native.PixelLayout(patch=(14, 14), merge=2, times=2)),  # frames of a video
         ((392, 392), 1, native.PixelLayout(patch=(14, 14), merge=2, times=2)),  # large enough to go past the caches
+        ((768, 512), 1, native.PixelLayout(patch=(16, 16))),
         ((64, 48), 1, native.PixelLayout(patch=(16, 16))),
         ((6, 10), 1, native.PixelLayout(patch=(3, 5), times=3)),
         ((300, 700), 1, native.PixelLayout()),  # row by row
