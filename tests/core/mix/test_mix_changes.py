@@ -396,7 +396,7 @@ def test_how_a_loader_dealt_before_does_not_matter_to_a_state(data: Path) -> Non
 
 
 def changed_run(data: Path, encoder: str, change: str, stop: int | None) -> tuple[Any, list[str]]:
-    """Run 150 steps, stopped once if at all, with a change after the 24th; return where it holds, and the digests."""
+    """Run 80 steps, stopped once if at all, with a change after the 24th; return where it holds, and the digests."""
     mix = [(data / "a", 1), (data / "b", 1)]
 
     def opened(mix: Any) -> Any:
@@ -405,7 +405,7 @@ def changed_run(data: Path, encoder: str, change: str, stop: int | None) -> tupl
     loader = opened(mix)
     start: Any = None
     found: list[str] = []
-    for step in range(150):
+    for step in range(80):
         if step == stop:
             (loader,) = loaders_of(loader.spec, 1, 0, num_lanes=8, state=loader.save_state_rank())
         if step == 24 and change.startswith("ban"):
