@@ -20,7 +20,7 @@ from energon_bridge.core.loader.saved_run import read_leaves
 
 CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 16))
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "31"))
-"""By default one whose first chains have every encoder, medium and event, and take little time."""
+"""By default one whose first chains have every encoder and event, and take little time."""
 PARTS = 8
 
 

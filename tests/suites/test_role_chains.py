@@ -35,7 +35,7 @@ from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.tools.columns.making import add_column
 
 CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 5))
-SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "7"))
+SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "9"))
 """By default one whose first chains have packs, joins, balance, workers and kills, and take little time."""
 PARTS = 4
 GROUP = 24
