@@ -41,6 +41,7 @@ from energon_bridge.models.conversations.turns import (
     read_tools,
     read_turns,
     system_prompt,
+    with_turns,
 )
 from energon_bridge.models.conversations.unused import name_unused
 from energon_bridge.models.conversations.withheld import fault_of_split, fault_of_verdict, first_held_out, held_out_by
@@ -55,6 +56,7 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         SampleError: There are no turns, they are not understood, or a named image, video or sound cannot be found.
     """
     content = sample.get("json")
+    content = with_turns(content) if isinstance(content, Mapping) else content
     turns = read_turns(content) if isinstance(content, Mapping) else None
     if turns is None and isinstance(content, Mapping) and is_unanswered(content):
         raise SkipSample("has a question without an answer: `answers` is empty")

@@ -69,14 +69,8 @@ def is_against_names(names: Sequence[str]) -> bool:
 _ORDERS = (
     *(("before", "after"), ("pre", "post"), ("initial", "final"), ("start", "end"), ("begin", "end"), ("old", "new")),
     *(("previous", "current", "next"), ("prev", "current", "next"), ("past", "present", "future"), ("top", "bottom")),
-    *(
-        ("earlier", "later"),
-        ("front", "back"),
-        ("front", "rear"),
-        ("upper", "lower"),
-        ("beginning", "middle", "end"),
-        ("start", "middle", "end"),
-    ),
+    *(("earlier", "later"), ("front", "back"), ("front", "rear"), ("upper", "lower"), ("start", "middle", "end")),
+    ("beginning", "middle", "end"),
     ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"),
     ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
 )
@@ -151,6 +145,15 @@ def part_payload(part: Mapping[str, Any], kind: Medium) -> Any:
     return given[payloads[0]] if payloads else None
 
 
+def unknown_part(part: Any) -> SampleError:
+    """Return the error for a part of a message that is neither a text nor a file, or for what it has of a file."""
+    return SampleError(
+        f'a part of a message is not understood: {short(part)}. Write texts as {{"type": "text", "text": TEXT}}, files '
+        f'as {{"type": "image", "image": PATH}} (likewise video, audio), and leave others out. {KEYS}'
+    )
+
+
+KEYS = "Calls are `tool_calls` of an answer, their results turns of the role `tool`, thoughts `reasoning_content`"
 URIS = ("data:image/", "data:video/", "data:audio/")
 _OF_FILE = re.compile(
     r"(?:.*_)?(?:image|img|picture|photo|video|audio|sound|speech|wav|frame|screenshot)s?(?:_?\d+)?(?:_.*|(?:path|name|file|url)s?)?"
@@ -164,11 +167,20 @@ def names_file(key: str) -> bool:
     return _OF_FILE.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
 
 
-def check_no_flag(part: Any) -> None:
-    """Raise SampleError for a text part that says whether it is learned, as of Axolotl."""
-    if isinstance(part, MAPPING) and (flag := next((one for one in part if learned_if(one) is not None), None)):
+def check_text_part(part: Any) -> None:
+    """Raise SampleError for a text part that says whether it is learned, as of Axolotl, or has a file, too."""
+    if not isinstance(part, MAPPING) or len(part) < 2:
+        return
+    if flag := next((one for one in part if learned_if(one) is not None), None):
         raise SampleError(
             f"a text part has {flag}={part[flag]!r}, but turns are learned as a whole or not: make turns of its parts"
+        )
+    if part.get("thought") is True:
+        raise unknown_part(part)  # of Gemini
+    if name := next((one for one in part if names_file(one) and is_file(part[one])), None):
+        raise SampleError(
+            f"a text part has a file in `{name}` ({short(part[name])}), which would not be seen: write it as a part of "
+            'its own, {"type": "image", "image": PATH}, before the text or behind it'
         )
 
 

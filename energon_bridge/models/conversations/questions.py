@@ -33,9 +33,8 @@ AnswersAs = Literal["letter", "text", "index", "number"]
 """How answers to choices are given; an index counts from 0, a number from 1."""
 
 CONTEXTS = (
-    *("lecture", "background", "fact1", "article", "passage", "passages", "paragraph", "paragraphs"),
-    *("document", "documents"),
-    *("story", "support", "evidence", "dialogue", "context", "contexts", "hint"),
+    *("lecture", "background", "fact1", "article", "passage", "passages", "paragraph", "paragraphs", "document"),
+    *("documents", "story", "support", "evidence", "dialogue", "context", "contexts", "hint"),
 )
 """Columns with a text that stands before the question, in that order."""
 CHOICES = (

@@ -15,13 +15,14 @@ from typing import Any
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.format.media import is_base64
 from energon_bridge.models.conversations.parts import (
+    KEYS,
     MAPPING,
     MEDIA,
     PLACES,
     URIS,
     RawTurn,
     check_no_file,
-    check_no_flag,
+    check_text_part,
     is_file,
     medium_by_name,
     names_file,
@@ -31,6 +32,7 @@ from energon_bridge.models.conversations.parts import (
     part_payload,
     part_text,
     short,
+    unknown_part,
 )
 from energon_bridge.models.conversations.places import Medium as Medium, respelled, spelled, unwrapped
 from energon_bridge.models.conversations.questions import CHOICES, CONTEXTS, texts_in
@@ -187,7 +189,7 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
         content = None if name is None else content_of(turn)
         says = name is not None and any(turn.get(key) for key in SAYING)
         if not isinstance(content, str | list | tuple) and not (content is None and says):
-            raise SampleError(f"a turn must have role and content, or from and value, got {short(turn)}")
+            raise SampleError(f"a turn must have role and content, or from and value, got {short(turn)}. {KEYS}")
         if name is None or name not in ROLES:
             raise SampleError(f"the role {name!r} of a turn is not known: write {', '.join(KNOWN)}")
         role = ROLES[name]
@@ -201,9 +203,9 @@ def check_turns(turns: Sequence[RawTurn]) -> None:
             kind = part_kind(part)
             text = part_text(part) if kind == "text" else None
             if kind is None or (kind == "text" and text is None):
-                raise SampleError(f"a part of a message is not understood: {short(part)}")
+                raise unknown_part(part)
             if text is not None:
-                check_no_flag(part)
+                check_text_part(part)
                 inline = _INLINE.search(text) if role != "assistant" and "</" in text else None
                 if inline is not None and (medium_by_name(inline[1]) is not None or inline[1].strip().isdigit()):
                     kind = next(kind for kind in MEDIA if kind[:2] == inline[0][1:3])

@@ -10,6 +10,7 @@
     function_call, tool_call                  turns with the JSON of calls: the assistant's `tool_calls`
     observation, tool_response, function      turns with the result of a call: the role `tool`
     answers as JSON of calls, beside `tools`  likewise: xLAM
+    contents, or turns with `parts`           Gemini; `data`, a list of texts in turn, is UltraChat's
     context, options, A, B, …                 what else belongs to a question (`questions`)
     chosen, rejected…; kto_tag, label         preferences, which are no conversation to learn (`preferred` makes one)
 
@@ -23,6 +24,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -91,7 +93,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in KNOWN},
         **{"developer": "system", "human": "user"},
-        **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "bot", "model", *_CALLS), "assistant"),
+        **dict.fromkeys(("gpt", "chatgpt", "chatbot", "bard", "bing", "bot", "model", *_CALLS), "assistant"),
         **dict.fromkeys(_RESULTS, "tool"),
     }
 )
@@ -191,6 +193,7 @@ def with_turns(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises SampleError if a text is no list of turns.
     """
+    entry = of_programs(entry)
     name = form_of(entry)
     if name is None:
         pairs = _pairs_of(entry)
@@ -326,6 +329,7 @@ def typed_turns(turns: Sequence[Any]) -> Sequence[Any]:
 
     Those of one role that follow each other are one turn, with spaces between, as NeMo's prompts have them.
     """
+    turns = [_of_gemini(turn) for turn in turns]
     if not any(_turn_kind(turn) not in (None, "text") for turn in turns):
         return turns
     made: list[dict[str, Any]] = []
@@ -461,7 +465,8 @@ _PAGE = re.compile(r"```|<(?:html|head|body|svg|table|!doctype)", re.IGNORECASE)
 
 def system_prompt(entry: Mapping[str, Any]) -> Any:
     """Return the system prompt beside the turns or the pair of an entry."""
-    return next((entry[name] for name in SYSTEMS if entry.get(name) and not is_missing(entry[name])), None)
+    said = next((entry[name] for name in SYSTEMS if entry.get(name) and not is_missing(entry[name])), None)
+    return said.get("parts", said) if isinstance(said, Mapping) else said
 
 
 def read_tools(entry: Mapping[str, Any]) -> list[Any] | None:
@@ -639,6 +644,45 @@ def _parsed(value: Any, what: str) -> Any:
 def without(turn: RawTurn, *names: str) -> dict[str, Any]:
     """Return a turn, or an entry, without some of its keys."""
     return {name: value for name, value in turn.items() if name not in names}
+
+
+# Of other programs ----------------------------------------------------------------------------------------------------
+#
+# Gemini       contents: turns with parts, each a text, inlineData or fileData, in either spelling
+# UltraChat    data: texts of a user and an assistant in turn
+
+
+def of_programs(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an entry whose turns are Gemini's or UltraChat's with `messages`; any other as it is."""
+    turns, texts = entry.get("contents"), entry.get("data")
+    if isinstance(turns, list) and turns and all(isinstance(one, Mapping) and "parts" in one for one in turns):
+        return {**without(entry, "contents"), "messages": turns}
+    if {*entry} == {"id", "data"} and isinstance(texts, list) and all(isinstance(one, str) for one in texts):
+        said = zip(cycle(("user", "assistant")), texts)
+        return {"id": entry["id"], "messages": [{"role": role, "content": text} for role, text in said]}
+    return entry
+
+
+def _of_gemini(turn: Any) -> Any:
+    """Return a turn with Gemini's `parts` as its content; any other as it is."""
+    parts = turn.get("parts") if isinstance(turn, MAPPING) and turn.get("content") is None else None
+    return {**without(turn, "parts"), "content": [*map(_part_of_gemini, parts)]} if isinstance(parts, list) else turn
+
+
+def _part_of_gemini(part: Any) -> Any:
+    given = _bare(part) if isinstance(part, Mapping) else {}
+    name = next((name for name in ("inlinedata", "filedata") if isinstance(given.get(name), Mapping)), "")
+    file = _bare(given.get(name, {}))
+    mime = str(file.get("mimetype"))
+    if (kind := mime.partition("/")[0]) not in MEDIA:
+        return part
+    where = f"data:{mime};base64,{file['data']}" if "data" in file else file.get("fileuri")
+    return {**without(given, name), "type": kind, kind: where}
+
+
+def _bare(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a part has, with names that are the same in both spellings."""
+    return {name.replace("_", "").lower(): value for name, value in part.items() if value is not None}
 
 
 # Preferences ----------------------------------------------------------------------------------------------------------

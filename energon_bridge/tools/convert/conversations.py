@@ -16,11 +16,12 @@ from energon_bridge.core.errors import SampleError, SkipSample, SourceError
 from energon_bridge.core.format.media import HEAD_BYTES, extension_by_head, is_base64, kind_by_head, kind_by_name
 from energon_bridge.models.conversations.parts import (
     Medium,
-    check_no_flag,
+    check_text_part,
     medium_by_name,
     part_kind,
     part_payload,
     part_text,
+    unknown_part,
 )
 from energon_bridge.models.conversations.places import by_place
 from energon_bridge.models.conversations.questions import (
@@ -48,6 +49,7 @@ from energon_bridge.models.conversations.turns import (
     has_preferences,
     not_in_turns,
     num_rejected,
+    of_programs,
     preferred,
     read_tools,
     read_turns,
@@ -281,7 +283,7 @@ def _turn_of_table(turn: Any) -> Any:
     if not isinstance(turn, Mapping):
         return turn
     turn = {name: _filled(_listed(one)) if name in _CALLS else one for name, one in turn.items()}
-    for name in ("content", "value"):
+    for name in ("content", "value", "parts"):
         said = turn.get(name)
         if isinstance(said, bool | int | float):
             turn[name] = json.dumps(said)
@@ -338,10 +340,10 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
     kind = part_kind(piece)
     text = None
     if kind == "text" and (text := part_text(piece)) is not None:
-        check_no_flag(piece)
+        check_text_part(piece)
         return {"type": "text", "text": text}
     if kind is None or kind == "text":
-        raise SampleError(f"a part of a message is not understood: {str(piece)[:200]}")
+        raise unknown_part(piece)
     payload = part_payload(piece, kind)
     if payload is not None:
         take(f"{kind}s", _content(payload), "messages")
@@ -357,7 +359,7 @@ def _content(payload: Any) -> Any:
         return payload
     given = {name: value for name, value in payload.items() if value is not None and name not in _SAID_OF_FILES}
     if len(given) != 1 or next(iter(given)) not in ("url", "data"):
-        raise SampleError(f"a part of a message is not understood: its file is {str(payload)[:200]}")
+        raise unknown_part(payload)
     ((name, value),) = given.items()
     return f"data:;base64,{value}" if name == "data" and isinstance(value, str) else value
 
@@ -372,6 +374,7 @@ _SAID_OF_FILES = ("type", "detail", "format", "media_type")
 
 def is_conversation(values: Mapping[str, Any]) -> bool:
     """Return whether a row is a conversation, a question with its answer, or has preferences."""
+    values = of_programs(values)
     named = any(name in values for name in CONVERSATIONS) or has_pairs(values)
     return named or find_pair(values) is not None or has_preferences(values)
 
