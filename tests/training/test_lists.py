@@ -79,6 +79,10 @@ IMAGES: dict[str, Entry] = {
         },
         TEXT,
     ),
+    "Gemini's own data": lambda m: gemini(
+        {"inlineData": {"mimeType": "image/png", "data": inline(m).partition(",")[2]}}
+    ),
+    "Gemini's files": lambda _: gemini({"file_data": {"mime_type": "image/png", "file_uri": "red.png"}}),
     "parts without a type": lambda _: asked({"image": "red.png"}, {"text": "color?"}),
     "a part and a column": lambda _: asked({"type": "image"}, TEXT, images=["red.png"]),
     "a file without an extension": lambda _: talk("color?", image="plain"),
@@ -100,6 +104,12 @@ def test_an_image_is_learned_from_wherever_it_is_named(
     size = {"shortest_edge": CONFIG.data.min_pixels, "longest_edge": CONFIG.data.max_pixels}
     expected = bundle.image_processor(images=[picture_of("red").resize((32, 32))], return_tensors="pt", size=size)
     assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
+
+
+def gemini(*parts: Any, **beside: Any) -> dict[str, Any]:
+    """Return a conversation as Gemini has them."""
+    turns = [{"role": "user", "parts": [*parts, {"text": "color?"}]}, {"role": "model", "parts": [{"text": "red"}]}]
+    return {"contents": turns, **beside}
 
 
 VIDEOS: dict[str, Any] = {
@@ -387,6 +397,23 @@ REFUSED: list[tuple[Any, str]] = [
     (asked({"type": "input_image", "file_id": "x"}), "is not understood, for its file_id"),
     (asked({"type": "text"}), "a part of a message is not understood: {'type': 'text'}"),
     (asked({"type": "video", "video": "film.mp4", "every_nth": 2}), "is not understood, for its every_nth"),
+    (asked({**TEXT, "image": "red.png"}), "a text part has a file in `image` ('red.png'), which would not be seen"),
+    (asked({"text": "color?", "image_url": {"url": "red.png"}}), "a text part has a file in `image_url`"),
+    (asked({"type": "thinking", "thinking": "?"}), "thoughts `reasoning_content`"),
+    (asked({"type": "tool_result", "tool_use_id": "a"}), "their results turns of the role `tool`"),
+    (asked({"type": "image", "source": {"type": "file", "file_id": "a"}}), "understood: {'type': 'file', 'file_id'"),
+    (gemini({"text": "red?", "thought": True}), "thoughts `reasoning_content`"),
+    (gemini({"functionCall": {"name": "zoom", "args": {}}}), "Calls are `tool_calls` of an answer"),
+    (
+        gemini({"fileData": {"mimeType": "application/pdf", "fileUri": "a.pdf"}}),
+        "a part of a message is not understood",
+    ),
+    (
+        gemini({"fileData": {"mimeType": "video/mp4", "fileUri": "film.mp4"}, "videoMetadata": {"fps": 1}}),
+        "is not understood, for its videometadata",
+    ),
+    (gemini({"fileData": {"mimeType": "image/png", "fileUri": "gs://b/red.png"}}), "'gs://b/red.png' is a URL."),
+    ({"messages": [{"type": "function_call", "name": "zoom"}, RED]}, "Calls are `tool_calls` of an answer"),
     (asked({"type": "video", "video": ["red.png", "blue.png"]}), "`videos`: "),
     (asked({"type": "image", "image": "red.png", "path": "blue.png"}), "is not understood, for its image, path"),
     (
@@ -491,6 +518,21 @@ FORMS: dict[str, tuple[Any, str, str]] = {
     "a system instruction": (
         {"system_instruction": "Be very brief now", "question": "a", "answer": "red"},
         "|system Be very brief now |user a |assistant red",
+        f"red{END}",
+    ),
+    "Gemini": (
+        gemini(systemInstruction={"parts": [{"text": "Be brief"}]}),
+        "|system Be brief |user color? |assistant red",
+        f"red{END}",
+    ),
+    "UltraChat": (
+        {"id": "0", "data": ["a", "b", "c", "red"]},
+        "|user a |assistant b |user c |assistant red",
+        f"b{END}red{END}",
+    ),
+    "Cohere": (
+        {"messages": [{"role": "User", "content": "a"}, {"role": "Chatbot", "content": "red"}]},
+        "|user a |assistant red",
         f"red{END}",
     ),
     "functions": (talk("a", functions=[ZOOM]), f"|system <tools> {ZOOMS} </tools> |user a |assistant red", f"red{END}"),
