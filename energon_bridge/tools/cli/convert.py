@@ -45,6 +45,7 @@ from energon_bridge.tools.cli.prepare_options import (
     workers_option,
 )
 from energon_bridge.tools.columns.stored import read_columns
+from energon_bridge.tools.convert.arrow import ArrowSource
 from energon_bridge.tools.convert.conversations import by_options, is_conversation
 from energon_bridge.tools.convert.conversion import MOST_BAD, check_first_files, convert, convert_task, stopped
 from energon_bridge.tools.convert.finish import SKIPPED, Converted, shards_before
@@ -432,7 +433,7 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             click.echo(f"  to make conversations: --question '{{{asked}}}'")
         elif (text := text_of_sounds(rows)) is not None:
             remedy = "list sounds in columns audio_filepath and text, as NeMo does, and give --prompt"
-            if source.kind in ("parquet", "Hugging Face dataset"):
+            if isinstance(source, ArrowSource):
                 remedy = "--question 'Transcribe the speech.'"
             click.echo(f"  to ask for {text}: {remedy}")
     if rows and layout.question is not None:

@@ -287,9 +287,10 @@ class ArrowSource:
 
 
 def open_parquet(path: Path, media: Path | None) -> ArrowSource:
-    """Open a parquet file, or all below a folder; names like `train-00000-of-00004.parquet` are a split."""
+    """Open a parquet or arrow file, or all parquet files below a folder; `train-00000-of-00004.parquet` is a split."""
     root = path.parent if path.is_file() else path
-    return ArrowSource(root, [(part, groups_of(file)) for part, file in parquet_files(path)], media, "parquet")
+    kind = "arrow" if path.suffix.lower() == ".arrow" else "parquet"
+    return ArrowSource(root, [(part, groups_of(file)) for part, file in parquet_files(path)], media, kind)
 
 
 def open_saved(path: Path, media: Path | None) -> ArrowSource:

@@ -132,7 +132,7 @@ def _look(path: Path) -> tuple[str, Path]:
     if path.is_file():
         if suffix in _TABLES:
             return "table", path
-        kinds = {".parquet": "parquet", ".tar": "webdataset", ".yaml": "mix"}
+        kinds = {".parquet": "parquet", ".arrow": "parquet", ".tar": "webdataset", ".yaml": "mix"}
         if suffix not in kinds:
             known = ", ".join((*_TABLES, *kinds))
             raise SourceError(

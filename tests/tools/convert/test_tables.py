@@ -141,12 +141,18 @@ def test_samples_are_those_of_the_converted_dataset(folder: Path, workers: int, 
             assert same(replace(one, __key__=other.__key__), other)
 
 
-def test_both_forms_of_arrow_files_are_read(tmp_path: Path) -> None:
-    rows = arrow.table({"text": ["a", "b"]})
-    path = str(tmp_path / "x.arrow")
-    with arrow.OSFile(path, "wb") as file, arrow.ipc.new_file(file, rows.schema) as out:
-        out.write_table(rows)
-    assert [batch.text for batch in validated(tmp_path / "x.arrow")] == [["a"], ["b"]]
+@pytest.mark.parametrize("form", ["new_file", "new_stream"])
+def test_both_forms_of_arrow_files_are_read(form: str, tmp_path: Path) -> None:
+    rows = rows_of(0, 5)
+    path = tmp_path / "x.arrow"
+    with arrow.OSFile(str(path), "wb") as file, getattr(arrow.ipc, form)(file, rows.schema) as out:
+        out.write_table(rows, max_chunksize=2)
+    assert "x.arrow: arrow, 5 samples." in output_of("convert", path, tmp_path / "out", "--split-ratio", "0,1,0")
+    for here in (path, tmp_path / "out"):
+        batches = validated(here)
+        assert [batch.caption for batch in batches] == [[one] for one in rows["caption"].to_pylist()]
+    parquet.write_table(rows, tmp_path / "x.parquet")
+    assert all(same(one, other) for one, other in zip(batches, validated(tmp_path / "x.parquet"), strict=True))
 
 
 def test_filters_read_columns_of_the_table(folder: Path) -> None:
