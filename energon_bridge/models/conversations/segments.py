@@ -327,7 +327,7 @@ _SIDES = ("left", "right", "a", "b")
 
 
 @lru_cache(maxsize=4096)
-def _part_meaning(name: str) -> _Part | None:
+def part_meaning(name: str) -> _Part | None:
     """Return which part of a file a name may give; None: nothing known."""
     words = _words(name)
     stems = {word.removesuffix("s") for word in words}
@@ -349,7 +349,7 @@ def _part_meaning(name: str) -> _Part | None:
 def _parts_named(columns: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], _Part], ...]:
     """Return what may be parts of files, judging by the names; the sides of a box may be columns of their own."""
     found: list[tuple[tuple[str, ...], _Part]] = []
-    found += [((name,), part) for name in columns if (part := _part_meaning(name)) is not None]
+    found += [((name,), part) for name in columns if (part := part_meaning(name)) is not None]
     corners = next((names for names in _CORNERS if {*names} <= {*columns}), None)
     return (*found, *([(corners, "box")] if corners is not None else ()))
 
@@ -507,7 +507,7 @@ def may_change(name: str) -> bool:
 
 def may_be_box(name: str, value: Any) -> bool:
     """Return whether a field of an entry with images is one that `check_parts` names as a place in one."""
-    return _part_meaning(name) == "box" and bool(_box(value, "box"))
+    return part_meaning(name) == "box" and bool(_box(value, "box"))
 
 
 _logger = logging.getLogger(__name__)

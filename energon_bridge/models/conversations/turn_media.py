@@ -51,7 +51,7 @@ from energon_bridge.models.conversations.turns import (
     role_name,
     without,
 )
-from energon_bridge.models.conversations.withheld import is_rejecting, learned_if, may_be_unlearned
+from energon_bridge.models.conversations.withheld import NESTED, is_rejecting, learned_if, may_be_unlearned
 
 _THOUGHTS = re.compile(
     r"think|(inner_)?thoughts?|cot|chain_of_thought|scratchpad|(inner_)?monologue|analysis|rationale|deliberation"
@@ -80,6 +80,9 @@ def unseen_medium(entry: Mapping[str, Any]) -> str | None:
         first = value[0] if isinstance(value, list) and value else value
         if isinstance(first, Mapping) and {"bytes", "path"}.issuperset(first):  # of a table
             first = first.get("bytes") or first.get("path")
+        elif isinstance(first, Mapping) and name not in (*NESTED, *CONVERSATIONS, *SEVERAL):  # `multi_modal_data`
+            inner = (one for key, one in first.items() if (names_file(name) or names_file(key)) and is_file(one))
+            first = next((text for text in texts_in([*inner]) if names_medium(text) or text.startswith(URIS)), None)
         if isinstance(first, bytes) or is_base64(first) or (isinstance(first, str) and first.startswith(URIS)):
             return f"`{name}` has a file in it, which is no part of the sample: convert the list (energon convert)"
         if is_about and _are_pixels(name, value):

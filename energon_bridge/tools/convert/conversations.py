@@ -33,7 +33,13 @@ from energon_bridge.models.conversations.questions import (
     is_unanswered,
     options_of,
 )
-from energon_bridge.models.conversations.segments import entry_options, entry_segments, is_option, part_options
+from energon_bridge.models.conversations.segments import (
+    entry_options,
+    entry_segments,
+    is_option,
+    part_meaning,
+    part_options,
+)
 from energon_bridge.models.conversations.turn_media import (
     NAMES,
     check_other_media,
@@ -176,7 +182,8 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
     if isinstance(listed := _listed(value), list) and listed is not value:
         return as_files(listed, media, column)
     if isinstance(value, Mapping):
-        if said := [name for name in value if is_option(name, "video") and value[name] is not None]:
+        told = (one for one in value if is_option(one, "video") or part_meaning(one) or one in ("caption", "text"))
+        if said := [name for name in told if value[name] is not None]:
             raise SourceError(f"`{column}`: {', '.join(said)} of a file would be lost: write it beside `{column}`.")
         data = value.get("bytes")
         path = value.get("path")

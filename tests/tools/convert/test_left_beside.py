@@ -425,6 +425,37 @@ def test_files_beside_a_question_may_have_any_name(
     assert len(delivered(written(tmp_path, [{"question": "Which?", **said}], "named.jsonl"))) == 1
 
 
+@pytest.mark.parametrize(
+    "beside", [{"multi_modal_data": {"image": ["a.png"]}}, {"media": [{"type": "image", "path": "a.png"}]}]
+)
+@pytest.mark.parametrize("form", ["turns", "pair"])
+def test_files_inside_of_objects_beside_a_question_are_not_left_out(
+    beside: dict[str, Any], form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = talk() if form == "turns" else {"question": "What?", "answer": "x"}
+    path = written(tmp_path, [{**row, **beside}])
+    complaint = f"`{next(iter(beside))}` names a file ('a.png') that is no part of the sample"
+    assert complaint in refused(path, tmp_path / "out", *ALL)
+    with pytest.raises(Exception, match="skipped"):
+        delivered(path)
+    assert complaint in caplog.text
+    said = {"metadata": {"image": "a.png"}, "stats": {"image": 1}, "sources": [{"name": "a.png"}]}
+    assert len(delivered(written(tmp_path, [{**row, **said}], "said.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("said", [{"crop": [0, 0, 9, 9]}, {"bbox": [0, 0, 9, 9]}, {"page": 2}, {"caption": "a cat"}])
+def test_what_an_object_of_a_file_says_of_it_is_not_lost(said: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(1, "PNG"))
+    file = {"path": "a.png", **said}
+    part = {"role": "user", "content": [{"type": "image", "image": file}, {"type": "text", "text": "What?"}]}
+    for name, row in {"list": talk(images=[file]), "part": {"messages": [part, ANSWER]}}.items():
+        message = refused(written(tmp_path, [row], f"{name}.jsonl"), tmp_path / "out", *ALL)
+        assert f"`images`: {next(iter(said))} of a file would be lost: write it beside `images`." in message
+    file |= {**dict.fromkeys(said), "id": 1, "width": 16}
+    convert(written(tmp_path, [talk(images=[file])], "known.jsonl"), tmp_path / "known", *ALL)
+    assert len(delivered(tmp_path / "known")[0].images) == 1
+
+
 def test_files_beside_named_images_of_a_list_that_is_not_converted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
