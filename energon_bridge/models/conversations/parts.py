@@ -32,13 +32,11 @@ PARTS: Mapping[str, Literal["text"] | Medium] = MappingProxyType(
 _PAYLOADS = ("url", "path", "src", "value", "source", "data", "bytes")
 _HINTS = ("type", "index", "detail", "format", "media_type", "mime_type", "cache_control")
 PLACES = re.compile(r"<(image|video|audio)>")
-_SOUNDS = frozenset(
-    (
-        *("aac", "ac3", "adts", "aif", "aifc", "aiff", "amr", "ape", "au", "awb", "caf", "dts"),
-        *("eac3", "ec3", "flac", "m4a", "m4b", "mka", "mp2", "mp3", "oga", "ogg", "opus", "ra"),
-        *("snd", "sph", "spx", "tta", "w64", "wav", "wave", "weba", "wma", "wv"),
-    )
-)
+_SOUNDS = {
+    *("aac", "ac3", "adts", "aif", "aifc", "aiff", "amr", "ape", "au", "awb", "caf", "dts"),
+    *("eac3", "ec3", "flac", "m4a", "m4b", "mka", "mp2", "mp3", "oga", "ogg", "opus", "ra"),
+    *("snd", "sph", "spx", "tta", "w64", "wav", "wave", "weba", "wma", "wv"),
+}
 _SHOWN = 200
 MAPPING = (dict, Mapping)  # in this order: an abstract class takes long to say what is one
 
@@ -90,14 +88,12 @@ def is_of_answer(name: str) -> bool:
 
 
 _OF_ANSWER = frozenset(("answer", "solution", "explanation", "rationale", "output", "edited", "target", "response"))
-_DRAWN = frozenset(
-    (
-        *_OF_ANSWER,
-        *("mask", "masks", "depth", "normals", "edges", "canny", "seg", "segmentation", "heatmap", "saliency"),
-        *("overlay", "annotated", "annotation", "label", "gt", "result", "negative", "rejected", "thumbnail", "thumb"),
-        "preview",
-    )
-)
+_DRAWN = {
+    *_OF_ANSWER,
+    *("mask", "masks", "depth", "normals", "edges", "canny", "seg", "segmentation", "heatmap", "saliency"),
+    *("overlay", "annotated", "annotation", "label", "gt", "result", "negative", "rejected", "thumbnail", "thumb"),
+    "preview",
+}
 
 
 def av_medium_by_name(name: str) -> Medium:
@@ -169,15 +165,14 @@ def names_file(key: str) -> bool:
 
 def check_text_part(part: Any) -> None:
     """Raise SampleError for a text part that says whether it is learned, as of Axolotl, or has a file, too."""
-    if not isinstance(part, MAPPING) or len(part) < 2:
-        return
-    if flag := next((one for one in part if learned_if(one) is not None), None):
+    said: Mapping[str, Any] = part if isinstance(part, MAPPING) else {}
+    if flag := next((one for one in said if learned_if(one) is not None), None):
         raise SampleError(
             f"a text part has {flag}={part[flag]!r}, but turns are learned as a whole or not: make turns of its parts"
         )
-    if part.get("thought") is True:
+    if said.get("thought") is True:
         raise unknown_part(part)  # of Gemini
-    if name := next((one for one in part if names_file(one) and is_file(part[one])), None):
+    if name := next((one for one in said if names_file(one) and is_file(said[one])), None):
         raise SampleError(
             f"a text part has a file in `{name}` ({short(part[name])}), which would not be seen: write it as a part of "
             'its own, {"type": "image", "image": PATH}, before the text or behind it'

@@ -60,29 +60,25 @@ _ASKS_LETTER = re.compile(
     re.IGNORECASE,
 )
 
-_OF_ANSWERS = frozenset(
-    (
-        *("explanation", "explanations", "exp", "rationale", "rationales", "solution", "reasoning"),
-        *("reasoning_content", "thinking", "thought", "cot", "cot_content", "chain_of_thought", "direct_answers"),
-        *("multiple_choice_answer", "answer_start", "full_answer", "answers", "answer"),
-    )
-)
-_METADATA = frozenset(
-    (
-        *("id", "idx", "index", "key", "uid", "uuid", "guid", "hash", "md5", "sha1", "sha256", "source", "src"),
-        *("origin", "dataset", "dataset_name", "category", "categories", "subcategory", "type", "kind", "task"),
-        *("subject", "subjects", "subfield", "topic", "topics", "domain", "field", "split", "licence", "license"),
-        *("copyright", "language", "lang", "locale", "author", "annotator", "annotators", "worker", "date", "time"),
-        *("created", "timestamp", "model", "generator", "difficulty", "level", "grade", "score", "scores", "rating"),
-        *("quality", "tag", "tags", "keyword", "keywords", "name", "title", "caption", "captions", "alt", "alt_text"),
-        *("file", "filename", "file_name", "files", "path", "url", "urls", "link", "year", "version", "status"),
-        *("meta", "metadata", "format", "size", "skill", "skills", "group", "extra_info", "img_type"),
-        *("topic_difficulty", "question_concept", "concept", "comment_count", "country", "state", "city", "email"),
-        *("original_question", "semantic", "semantic_str", "program", "groups", "types", "annotations", "entailed"),
-        *("speaker", "duration", "equivalent", "operation", "operation/reasoning", "answer_from", "ocr", "ocr_info"),
-        *("image_classes", "metamap_phrases", "language_code", "lang_code", "country_code", "width", "height"),
-    )
-)
+_OF_ANSWERS = {
+    *("explanation", "explanations", "exp", "rationale", "rationales", "solution", "reasoning"),
+    *("reasoning_content", "thinking", "thought", "cot", "cot_content", "chain_of_thought", "direct_answers"),
+    *("multiple_choice_answer", "answer_start", "full_answer", "answers", "answer"),
+}
+_METADATA = {
+    *("id", "idx", "index", "key", "uid", "uuid", "guid", "hash", "md5", "sha1", "sha256", "source", "src"),
+    *("origin", "dataset", "dataset_name", "category", "categories", "subcategory", "type", "kind", "task"),
+    *("subject", "subjects", "subfield", "topic", "topics", "domain", "field", "split", "licence", "license"),
+    *("copyright", "language", "lang", "locale", "author", "annotator", "annotators", "worker", "date", "time"),
+    *("created", "timestamp", "model", "generator", "difficulty", "level", "grade", "score", "scores", "rating"),
+    *("quality", "tag", "tags", "keyword", "keywords", "name", "title", "caption", "captions", "alt", "alt_text"),
+    *("file", "filename", "file_name", "files", "path", "url", "urls", "link", "year", "version", "status"),
+    *("meta", "metadata", "format", "size", "skill", "skills", "group", "extra_info", "img_type"),
+    *("topic_difficulty", "question_concept", "concept", "comment_count", "country", "state", "city", "email"),
+    *("original_question", "semantic", "semantic_str", "program", "groups", "types", "annotations", "entailed"),
+    *("speaker", "duration", "equivalent", "operation", "operation/reasoning", "answer_from", "ocr", "ocr_info"),
+    *("image_classes", "metamap_phrases", "language_code", "lang_code", "country_code", "width", "height"),
+}
 _ENDINGS = re.compile(
     r".*[_-](id|idx|index|url|source|category|type|split|licen[cs]e|lang|language|date|time|model|name|path|file|key"
     r"|hash|tag|score|label|level|topic|domain|format|version|count|token)s?"

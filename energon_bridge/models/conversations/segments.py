@@ -89,17 +89,15 @@ _SCOPES = frozenset(("video", "audio", "sound", "time", *_OF_SEGMENTS, *_UNITS))
 _OF_SPANS = frozenset(
     (*_SCOPES, "range", "interval", "event", "temporal", "trim", "cut", "slice", "period", "frame", "boundary", "scene")
 ) - {*_UNITS}
-_OF_OTHERS = frozenset(
-    (
-        *("size", "resolution", "shape", "dim", "dimension", "bbox", "box", "rect", "point", "coord", "coordinate"),
-        *("position", "pos", "indices", "xy", "keypoint", "polygon", "id", "score", "count", "num", "fps", "rate"),
-        *("height", "pixel", "ratio", "aspect", "label", "class", "page", "char", "character", "token", "word", "line"),
-        *("year", "date", "day", "month", "version", "lat", "lon", "rank", "level", "weight", "channel", "answer"),
-        *("option", "choice", "rating", "vote", "volume", "price", "temperature", "byte", "row", "column", "layer"),
-        *("prob", "logprob", "embedding", "vector", "feature", "scale", "crop", "age", "speed", "name"),
-        *("wh", "hw", "width", "gps", "geo", "latlon", "lonlat", "latlong", "lng", "long"),
-    )
-)
+_OF_OTHERS = {
+    *("size", "resolution", "shape", "dim", "dimension", "bbox", "box", "rect", "point", "coord", "coordinate"),
+    *("position", "pos", "indices", "xy", "keypoint", "polygon", "id", "score", "count", "num", "fps", "rate"),
+    *("height", "pixel", "ratio", "aspect", "label", "class", "page", "char", "character", "token", "word", "line"),
+    *("year", "date", "day", "month", "version", "lat", "lon", "rank", "level", "weight", "channel", "answer"),
+    *("option", "choice", "rating", "vote", "volume", "price", "temperature", "byte", "row", "column", "layer"),
+    *("prob", "logprob", "embedding", "vector", "feature", "scale", "crop", "age", "speed", "name"),
+    *("wh", "hw", "width", "gps", "geo", "latlon", "lonlat", "latlong", "lng", "long"),
+}
 """Words of names of pairs of numbers that are no times."""
 _LATEST_SECONDS = 1e7
 _LONGEST_TEXT = 10_000
@@ -313,12 +311,10 @@ _CORNERS = (
     *(("x", "y", "w", "h"), ("x", "y", "width", "height"), ("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax")),
     *(("left", "top", "right", "bottom"), ("left", "top", "width", "height"), ("x0", "y0", "x1", "y1")),
 )
-_PLACES = frozenset(
-    (
-        *("idx", "index", "indice", "id", "number", "no", "selector"),
-        *("video", "audio", "image", "key", "sampled", "selected"),
-    )
-)
+_PLACES = {
+    *("idx", "index", "indice", "id", "number", "no", "selector"),
+    *("video", "audio", "image", "key", "sampled", "selected"),
+}
 _WHICH = re.compile(
     r"(?:target|correct|main|query)?_?(?:image|img|picture|photo|video|audio|sound)s?_(?:index|idx|indices|indexes)"
 )

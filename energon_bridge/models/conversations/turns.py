@@ -73,13 +73,11 @@ SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "s
 """Columns of the system prompt beside turns or a pair."""
 BESIDE_PAIRS = ("input", "history", "system", "tools")
 """Columns that belong to a pair without being part of its question (`questions` has those)."""
-KNOWN_BESIDE = frozenset(
-    (
-        *(*BESIDE_PAIRS, *SYSTEMS, "inputs", "functions", "objects", "files", "kto_tag", "label"),
-        *("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images"),
-        *(f"{kind}{ending}" for kind in ("image", "img", "video", "audio", "sound") for ending in ("", "s")),
-    )
-)
+KNOWN_BESIDE = {
+    *(*BESIDE_PAIRS, *SYSTEMS, "inputs", "functions", "objects", "files", "kto_tag", "label"),
+    *("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images"),
+    *(f"{kind}{ending}" for kind in ("image", "img", "video", "audio", "sound") for ending in ("", "s")),
+}
 """Names that never are texts of a question."""
 
 _PAIRS_OF = ("texts", "dialog", "dialogs", "dialogue", "qa_pairs", "qas", "qa", "questions")
@@ -670,19 +668,19 @@ def _of_gemini(turn: Any) -> Any:
 
 
 def _part_of_gemini(part: Any) -> Any:
-    given = _bare(part) if isinstance(part, Mapping) else {}
-    name = next((name for name in ("inlinedata", "filedata") if isinstance(given.get(name), Mapping)), "")
-    file = _bare(given.get(name, {}))
+    given = _bare(part)
+    file = _bare(given.get("inlinedata")) or _bare(given.get("filedata"))
     mime = str(file.get("mimetype"))
     if (kind := mime.partition("/")[0]) not in MEDIA:
         return part
     where = f"data:{mime};base64,{file['data']}" if "data" in file else file.get("fileuri")
-    return {**without(given, name), "type": kind, kind: where}
+    return {**without(given, "inlinedata", "filedata"), "type": kind, kind: where}
 
 
-def _bare(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a part has, with names that are the same in both spellings."""
-    return {name.replace("_", "").lower(): value for name, value in part.items() if value is not None}
+def _bare(part: Any) -> dict[str, Any]:
+    """Return what a part has, with names that are the same in both spellings; nothing of what is no object."""
+    given = part.items() if isinstance(part, Mapping) else ()
+    return {name.replace("_", "").lower(): value for name, value in given if value is not None}
 
 
 # Preferences ----------------------------------------------------------------------------------------------------------
