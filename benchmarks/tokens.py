@@ -26,8 +26,8 @@ from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.choose import AnyBlend, BlendPosition, Chooser, plain_rounds
 from energon_bridge.core.order.leaf_order import LeafOrder, slice_length
 from energon_bridge.core.stream.conventions import Conventions
+from energon_bridge.core.stream.lane_state import NOTHING_HELD
 from energon_bridge.core.stream.pack_buffer import PackBuffer, PackRules
-from energon_bridge.core.stream.state import NOTHING_HELD
 from energon_bridge.models.packing.packing import Packer
 from energon_bridge.tools.columns.amounts import AmountBlend, Amounts
 

@@ -20,7 +20,7 @@ from left_behind import left_processes, left_shared_memory, shared_memory
 from paths import FIXTURES, HELPERS
 
 from energon_bridge.core.format import parallel
-from energon_bridge.core.samples.places import warned
+from energon_bridge.core.samples.sample_place import warned
 
 # Before anything imports torch, tokenizers or the hub client.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -28,7 +28,7 @@ from energon_bridge.core.loader.saved_run import read_leaves
 from energon_bridge.core.loader.transport import Arena, BatchMessage, Outbox, unpack
 from energon_bridge.core.loader.workers import Work, outgoing
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
-from energon_bridge.core.stream.state import LaneBatch
+from energon_bridge.core.stream.lane_state import LaneBatch
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.testing import write_shard
 

@@ -33,7 +33,7 @@ from energon_bridge.core.loader.pool import END_SECONDS, Engine, Worker, WorkerP
 from energon_bridge.core.loader.processes import Board, StackFile
 from energon_bridge.core.loader.transport import Arena
 from energon_bridge.core.loader.workers import LocalProcesses, Work
-from energon_bridge.core.stream.state import LaneBatch
+from energon_bridge.core.stream.lane_state import LaneBatch
 from energon_bridge.core.stream.watchdog import WatchdogSettings
 from energon_bridge.core.worker_config import WorkerConfig
 

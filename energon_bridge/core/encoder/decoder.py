@@ -46,7 +46,7 @@ from energon_bridge.core.format.media import (
     kind_by_head,
 )
 from energon_bridge.core.registry import load
-from energon_bridge.core.samples.places import warn_once
+from energon_bridge.core.samples.sample_place import warn_once
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.storage import ByteRange
 

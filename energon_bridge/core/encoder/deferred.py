@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.core.samples.places import SamplePlace, here, place_in
 from energon_bridge.core.samples.sample import field_names
+from energon_bridge.core.samples.sample_place import SamplePlace, here, place_in
 
 _SHARED_FROM = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""

@@ -16,7 +16,7 @@ from energon_bridge.core.loader.run_plan import IN_BUFFERS
 from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.samples.showing import counted
 from energon_bridge.core.stream.failures import FailureLog
-from energon_bridge.core.stream.state import LaneBatch
+from energon_bridge.core.stream.lane_state import LaneBatch
 from energon_bridge.core.worker_config import available_cores
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from energon_bridge.core.mix.paths import resolve_path
 from energon_bridge.core.order.changes import Ban, LeafBans, new_keys, with_ban, with_samples
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.storage import open_store
-from energon_bridge.core.stream.state import LARGEST
+from energon_bridge.core.stream.lane_state import LARGEST
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples by key: looked up in the key index of a dataset, or in the headers of its shards.

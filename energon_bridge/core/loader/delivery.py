@@ -31,15 +31,15 @@ from energon_bridge.core.loader.position import EndlessRun, FinitePass, Position
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.core.registry import load
-from energon_bridge.core.samples.places import pass_on
 from energon_bridge.core.samples.sample import meta_field
+from energon_bridge.core.samples.sample_place import pass_on
 from energon_bridge.core.storage.forks import process_id
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.finite import mask_loss
 from energon_bridge.core.stream.lane import Production, reported
+from energon_bridge.core.stream.lane_state import LaneBatch, LaneState
 from energon_bridge.core.stream.leaf import Leaf
 from energon_bridge.core.stream.pipeline import attach
-from energon_bridge.core.stream.state import LaneBatch, LaneState
 from energon_bridge.core.stream.watchdog import WatchdogSettings
 from energon_bridge.core.worker_config import WorkerConfig
 

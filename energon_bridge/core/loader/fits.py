@@ -33,7 +33,7 @@ from energon_bridge.core.loader.saved_run import (
     write,
 )
 from energon_bridge.core.order.topology import microbatches_before
-from energon_bridge.core.stream.state import COUNTERS, LaneState
+from energon_bridge.core.stream.lane_state import COUNTERS, LaneState
 
 _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
     "seed": SeedMismatchError,

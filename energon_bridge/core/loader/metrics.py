@@ -17,8 +17,8 @@ from energon_bridge.core.loader.run_data import dataset_names
 from energon_bridge.core.loader.saved_run import State
 from energon_bridge.core.storage.store import REQUESTS
 from energon_bridge.core.stream.failures import FailureLog
+from energon_bridge.core.stream.lane_state import COLUMNS, COUNTERS, Counts, LaneBatch, LaneState
 from energon_bridge.core.stream.policy import ErrorPolicy
-from energon_bridge.core.stream.state import COLUMNS, COUNTERS, Counts, LaneBatch, LaneState
 
 
 def flat_metrics(

@@ -28,10 +28,7 @@ from energon_bridge.core.loader.saved_run import COUNTED, SavedOut, SavedRun
 from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.choose import Picks
 from energon_bridge.core.stream.finite import mask_loss
-from energon_bridge.core.stream.loading import load_picks
-from energon_bridge.core.stream.pipeline import Pipeline, attach
-from energon_bridge.core.stream.rows import BatchRow, batch_rows
-from energon_bridge.core.stream.state import (
+from energon_bridge.core.stream.lane_state import (
     COLUMNS,
     COUNTERS,
     Counts,
@@ -43,6 +40,9 @@ from energon_bridge.core.stream.state import (
     read_key,
     read_keys,
 )
+from energon_bridge.core.stream.loading import load_picks
+from energon_bridge.core.stream.pipeline import Pipeline, attach
+from energon_bridge.core.stream.rows import BatchRow, batch_rows
 
 logger = logging.getLogger(__name__)
 

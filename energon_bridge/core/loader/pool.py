@@ -27,8 +27,8 @@ from energon_bridge.core.errors import HookTimeoutError, LoaderError, NotProvide
 from energon_bridge.core.loader.processes import Board, StackFile, refused_part
 from energon_bridge.core.loader.transport import Arena, BatchMessage, unpack
 from energon_bridge.core.loader.workers import AGAIN, CREDIT, MESSAGE_BYTES, LocalProcesses, Work, raised_by_worker
+from energon_bridge.core.stream.lane_state import LaneBatch
 from energon_bridge.core.stream.leaf import Leaf, user_key_of
-from energon_bridge.core.stream.state import LaneBatch
 from energon_bridge.core.stream.watchdog import EXIT_CODE, GRACE_SECONDS, Activity, WatchdogSettings
 
 logger = logging.getLogger(__name__)

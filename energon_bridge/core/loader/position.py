@@ -37,9 +37,9 @@ from energon_bridge.core.order.choose import BlendOfBuckets, blend_position
 from energon_bridge.core.order.topology import Ownership, first_microbatch, lane_units, microbatches_before, step_units
 from energon_bridge.core.stream.finite import FiniteStream, Listing, drawn_rows, listed_rows, listing_of_pass
 from energon_bridge.core.stream.lane import LaneStreams, Stream
+from energon_bridge.core.stream.lane_state import COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState, Stage
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.settings import WorkerFacts
-from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState, Stage
 from energon_bridge.core.stream.watchdog import WatchdogSettings
 
 logger = logging.getLogger(__name__)

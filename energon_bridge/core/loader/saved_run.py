@@ -15,7 +15,7 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
                 "paths": text, "split_parts": text, "shares": text, "num_samples": column,
                 "subsets": text, "blocks": column, "counts": {name: column, ...}, "parked": how many, at the end},
      "lanes": {"numbers": column,
-                "microbatches": column, "draws": column, ...     # `LANE_COLUMNS` of `stream/state.py`
+                "microbatches": column, "draws": column, ...     # `LANE_COLUMNS` of `stream/lane_state.py`
                "leaf_draws": column,         # lane by lane, leaf by leaf
                "leaf_sums": column,          # likewise, in a blend by amounts
                "held": column, "held_rows": [column, ...], "held_members": [column, ...]},
@@ -24,9 +24,9 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
      "checksum": 16 hexadecimal digits}
 
 *held* is the number of rows of each lane that wait to be packed or batched; the columns of their arrays follow, lane
-after lane (`stream/state.py`). A rank's state holds that rank's lanes and its own counts; states of several ranks merge
-into one (`fits.py`). The lanes tell which ranks a state covers; a finite stream has no lanes, so its states name the
-ranks. *Parked* leaves were once in the mix and were removed on a resume; their positions are kept. The
+after lane (`stream/lane_state.py`). A rank's state holds that rank's lanes and its own counts; states of several ranks
+merge into one (`fits.py`). The lanes tell which ranks a state covers; a finite stream has no lanes, so its states name
+the ranks. *Parked* leaves were once in the mix and were removed on a resume; their positions are kept. The
 checksum is that of the rest as JSON with sorted keys.
 
 All states enter through `read`, which checks everything: the checksum, the presence, types, lengths and ranges of all
@@ -63,8 +63,8 @@ from energon_bridge.core.mix.weights import ChangedWeights, GivenWeights
 from energon_bridge.core.order.changes import Ban, LeafBans
 from energon_bridge.core.order.leaf_order import ORDER_VERSION
 from energon_bridge.core.order.rng import IntArray
+from energon_bridge.core.stream.lane_state import COUNTERS, LANE_COLUMNS, LARGEST, BufferedRefs, LaneState, Stage
 from energon_bridge.core.stream.settings import StreamKind
-from energon_bridge.core.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, BufferedRefs, LaneState, Stage
 
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 1

@@ -34,10 +34,10 @@ from energon_bridge.core.loader.position import FinitePass, Position
 from energon_bridge.core.loader.processes import Board, StackFile, StartMethod, start_process
 from energon_bridge.core.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.core.order.rng import key_of
-from energon_bridge.core.samples.places import keep_warnings
+from energon_bridge.core.samples.sample_place import keep_warnings
 from energon_bridge.core.stream.lane import Production
+from energon_bridge.core.stream.lane_state import LaneBatch
 from energon_bridge.core.stream.settings import WorkerFacts
-from energon_bridge.core.stream.state import LaneBatch
 from energon_bridge.core.stream.watchdog import WatchdogSettings
 
 CREDIT = b"+"

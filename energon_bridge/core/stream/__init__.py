@@ -4,6 +4,6 @@
 (with `dealt_packs`, where lanes share a buffer), `grouping`; `rows` is what waits between them, and `again` encodes it
 again, after a restore too. `loading` loads draws, by `reader` (bytes), `values` (parts) and `leaf` (one dataset).
 `user_code` runs every hook of the user's, `returned` checks what they return, `policy` decides on failures and
-`failures` names them. `pipeline` holds what lanes of a process share, `settings` is the record of a run, `state` that
-of a lane, with the keys that name what was delivered.
+`failures` names them. `pipeline` holds what lanes of a process share, `settings` is the record of a run, `lane_state`
+that of a lane, with the keys that name what was delivered.
 """

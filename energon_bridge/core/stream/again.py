@@ -11,12 +11,9 @@ from typing import Any
 
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.order.choose import Picks
-from energon_bridge.core.samples.places import SamplePlace
+from energon_bridge.core.samples.sample_place import SamplePlace
 from energon_bridge.core.stream.failures import MAX_MEMBERS, named
-from energon_bridge.core.stream.loading import PendingLoads, load_picks
-from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.rows import BatchRow, size_of
-from energon_bridge.core.stream.state import (
+from energon_bridge.core.stream.lane_state import (
     COLUMNS,
     Counts,
     PlainKey,
@@ -26,6 +23,9 @@ from energon_bridge.core.stream.state import (
     as_members,
     read_key,
 )
+from energon_bridge.core.stream.loading import PendingLoads, load_picks
+from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.rows import BatchRow, size_of
 
 _ENCODED_AGAIN = COLUMNS.index("encoded_again")
 _AT_A_TIME = 64

@@ -16,10 +16,10 @@ import numpy as np
 from energon_bridge.core.errors import FatalSampleError
 from energon_bridge.core.order.choose import BlendOfBuckets
 from energon_bridge.core.stream.draws import Draws
+from energon_bridge.core.stream.lane_state import NOTHING_HELD, BufferedRefs, Counts, LaneState, Stage
 from energon_bridge.core.stream.pack_buffer import LEAST_SHARE, LaneEpochs, Packing, PackRules
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.rows import BatchRow, Taken
-from energon_bridge.core.stream.state import NOTHING_HELD, BufferedRefs, Counts, LaneState, Stage
 
 
 class _Bucket(NamedTuple):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from energon_bridge.core.samples.places import pass_on
+from energon_bridge.core.samples.sample_place import pass_on
 
 logger = logging.getLogger(__name__)
 

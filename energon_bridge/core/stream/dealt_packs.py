@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.core.order.choose import AnyBlend
-from energon_bridge.core.samples.places import pass_on
+from energon_bridge.core.samples.sample_place import pass_on
 from energon_bridge.core.stream.draws import Draws
+from energon_bridge.core.stream.lane_state import Counts, LaneState, Stage, as_members
 from energon_bridge.core.stream.pack_buffer import ByLength, Packing, PackRules, pack_rules
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.rows import BatchRow
-from energon_bridge.core.stream.state import Counts, LaneState, Stage, as_members
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,7 @@ from energon_bridge.core.order.choose import AnyBlend, Chooser
 from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stream.again import reencode
-from energon_bridge.core.stream.loading import PendingLoads, SampleColumns
-from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.reader import DrawSpan
-from energon_bridge.core.stream.rows import BatchRow, Taken, rows_of
-from energon_bridge.core.stream.state import (
+from energon_bridge.core.stream.lane_state import (
     COLUMNS,
     NOTHING_HELD,
     BufferedRefs,
@@ -27,6 +23,10 @@ from energon_bridge.core.stream.state import (
     LaneState,
     SampleKey,
 )
+from energon_bridge.core.stream.loading import PendingLoads, SampleColumns
+from energon_bridge.core.stream.pipeline import Pipeline
+from energon_bridge.core.stream.reader import DrawSpan
+from energon_bridge.core.stream.rows import BatchRow, Taken, rows_of
 from energon_bridge.core.stream.user_code import BegunDraw
 from energon_bridge.core.stream.values import FailedSample
 

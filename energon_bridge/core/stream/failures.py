@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from energon_bridge.core.errors import MetadataError, StorageError
-from energon_bridge.core.samples.places import SamplePlace
+from energon_bridge.core.samples.sample_place import SamplePlace
 
 MAX_MEMBERS = 8
 """Samples that a report on a pack or microbatch names; the others are only counted."""

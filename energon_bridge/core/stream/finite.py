@@ -24,11 +24,19 @@ from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.stream.again import reencode
 from energon_bridge.core.stream.conventions import PassOrder
 from energon_bridge.core.stream.grouping import Groups
+from energon_bridge.core.stream.lane_state import (
+    COUNTERS,
+    BufferedRefs,
+    Counts,
+    LaneBatch,
+    SampleRef,
+    Stage,
+    as_members,
+)
 from energon_bridge.core.stream.loading import PendingLoads, load_picks
 from energon_bridge.core.stream.pack_buffer import pack_rows, post_encoded, select_packs
 from energon_bridge.core.stream.pipeline import Pipeline, attach
 from energon_bridge.core.stream.rows import SAMPLE, BatchRow, batch_rows, encode_rows
-from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, LaneBatch, SampleRef, Stage, as_members
 
 _SKIPPED = COUNTERS.index("skipped")
 WHOLE_PACK = -2

@@ -19,13 +19,13 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from energon_bridge.core.errors import EmptyDatasetError, FatalSampleError
-from energon_bridge.core.samples.places import pass_on
+from energon_bridge.core.samples.sample_place import pass_on
 from energon_bridge.core.stream.draws import Draws
+from energon_bridge.core.stream.lane_state import BufferedRefs, Counts, Stage
 from energon_bridge.core.stream.pack_buffer import Packing
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.returned import shown
 from energon_bridge.core.stream.rows import BatchRow, Taken, taken_of
-from energon_bridge.core.stream.state import BufferedRefs, Counts, Stage
 
 T = TypeVar("T")
 

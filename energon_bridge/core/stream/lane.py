@@ -18,15 +18,15 @@ from typing import Any, Protocol
 
 from energon_bridge.core.errors import HookTimeoutError
 from energon_bridge.core.order.choose import AnyBlend, has_buckets
-from energon_bridge.core.samples.places import kept
+from energon_bridge.core.samples.sample_place import kept
 from energon_bridge.core.stream.bucket_draws import BucketDraws
 from energon_bridge.core.stream.dealt_packs import SharedBuffers, dealt_stages
 from energon_bridge.core.stream.draws import Draws
 from energon_bridge.core.stream.grouping import Grouping
+from energon_bridge.core.stream.lane_state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
 from energon_bridge.core.stream.pack_buffer import ByLength, Packing, pack_rules
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.rows import BatchRow, Taken, taken_of, waiting_rows
-from energon_bridge.core.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
 
 _BARREN = 1000
 """Microbatches in a row that hooks may skip or fail on before the stream counts as barren."""

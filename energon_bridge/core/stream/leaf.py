@@ -23,8 +23,8 @@ from energon_bridge.core.order.changes import LeafBans
 from energon_bridge.core.order.leaf_order import LeafOrder
 from energon_bridge.core.order.rng import IntArray, fold
 from energon_bridge.core.samples import META_FIELDS, CrudeSample, SourceInfo
-from energon_bridge.core.samples.places import SamplePlace
 from energon_bridge.core.samples.sample import Records
+from energon_bridge.core.samples.sample_place import SamplePlace
 from energon_bridge.core.stores import (
     CachePool,
     DecodeFileStore,
@@ -33,9 +33,9 @@ from energon_bridge.core.stores import (
     SystemFileStore,
     WebdatasetFileStore,
 )
+from energon_bridge.core.stream.lane_state import SampleKey
 from energon_bridge.core.stream.reader import LeafReader, Reader, ShardReader, Unreadable
 from energon_bridge.core.stream.settings import StreamSettings
-from energon_bridge.core.stream.state import SampleKey
 from energon_bridge.core.stream.user_code import Attempt, Begin, PendingSample
 from energon_bridge.core.stream.values import (
     EXCLUDED,

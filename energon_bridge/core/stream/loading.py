@@ -20,10 +20,10 @@ from energon_bridge.core.order.leaf_order import Round
 from energon_bridge.core.samples.sample import Records
 from energon_bridge.core.samples.stacking import Lender, Slab, SlabPool
 from energon_bridge.core.storage.forks import Threads
+from energon_bridge.core.stream.lane_state import SampleKey
 from energon_bridge.core.stream.leaf import Leaf, LeafSource, StorePool
 from energon_bridge.core.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.core.stream.settings import StreamSettings
-from energon_bridge.core.stream.state import SampleKey
 from energon_bridge.core.stream.values import BANNED
 from energon_bridge.core.stream.watchdog import Activities
 

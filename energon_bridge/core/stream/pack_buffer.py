@@ -29,9 +29,9 @@ from energon_bridge.core.registry import load
 from energon_bridge.core.stream.again import reencode
 from energon_bridge.core.stream.conventions import Conventions
 from energon_bridge.core.stream.draws import Draws
+from energon_bridge.core.stream.lane_state import COUNTERS, BufferedRefs, Counts, LaneState, Stage, as_members
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.rows import BatchRow, Taken, count_read, rows_of, taken_of
-from energon_bridge.core.stream.state import COUNTERS, BufferedRefs, Counts, LaneState, Stage, as_members
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which samples of a lane wait to be packed, and in which packs, as integers.

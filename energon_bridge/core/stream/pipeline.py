@@ -17,16 +17,16 @@ from energon_bridge.core.encoder.deferred import decode_deferred
 from energon_bridge.core.encoder.hooks import BATCH, NUMBER, UNKNOWN, Hook
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.samples import Batch, Sample
-from energon_bridge.core.samples.places import pass_on, warned
 from energon_bridge.core.samples.sample import SentSources
+from energon_bridge.core.samples.sample_place import pass_on, warned
 from energon_bridge.core.samples.stacking import Padded, Stacking
 from energon_bridge.core.storage.store import MADE, values_of
 from energon_bridge.core.stream.budget import Budget
+from energon_bridge.core.stream.lane_state import COUNTERS, Counts, PlainKey, SampleKey, batch_key, samples_of
 from energon_bridge.core.stream.leaf import Leaf, cooker_of
 from energon_bridge.core.stream.loading import Loading
 from energon_bridge.core.stream.policy import FailureTracker
 from energon_bridge.core.stream.settings import StreamSettings
-from energon_bridge.core.stream.state import COUNTERS, Counts, PlainKey, SampleKey, batch_key, samples_of
 from energon_bridge.core.stream.user_code import AS_IT_IS, BegunDraw, OwnHooks, PendingSample, UserCode, running_hooks
 from energon_bridge.core.stream.values import BANNED, FailedSample, has_code
 from energon_bridge.core.stream.watchdog import Activities, Watchdog

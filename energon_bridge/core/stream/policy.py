@@ -28,7 +28,7 @@ from energon_bridge.core.errors import (
     check_number,
 )
 from energon_bridge.core.samples import Batch, Sample
-from energon_bridge.core.samples.places import SamplePlace
+from energon_bridge.core.samples.sample_place import SamplePlace
 from energon_bridge.core.storage import READ_TIMEOUT_SECONDS
 from energon_bridge.core.stream.failures import MAX_MEMBERS, Report, code_place, named, text_of, trace_of
 

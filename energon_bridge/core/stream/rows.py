@@ -15,9 +15,9 @@ from PIL import Image
 
 from energon_bridge.core.encoder.deferred import Deferred, field_items
 from energon_bridge.core.encoder.hooks import NUMBER
+from energon_bridge.core.stream.lane_state import COLUMNS, Counts, LaneState, PlainKey, SampleRef, Stage, pack_key
 from energon_bridge.core.stream.loading import PendingLoads, SampleColumns
 from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.state import COLUMNS, Counts, LaneState, PlainKey, SampleRef, Stage, pack_key
 
 _BYTES = COLUMNS.index("bytes")
 _BYTES_OF_NUMBER = 32

@@ -48,15 +48,15 @@ from energon_bridge.core.encoder.hooks import (
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError, SampleError, SkipSample
 from energon_bridge.core.order.rng import fold
 from energon_bridge.core.samples import SourceInfo
-from energon_bridge.core.samples.places import SamplePlace, pass_on, place_in
 from energon_bridge.core.samples.sample import Records
+from energon_bridge.core.samples.sample_place import SamplePlace, pass_on, place_in
 from energon_bridge.core.storage.forks import PerProcess
 from energon_bridge.core.stores import CachePool
 from energon_bridge.core.stream.failures import MAX_MEMBERS
+from energon_bridge.core.stream.lane_state import COUNTERS, Counts, SampleRef
 from energon_bridge.core.stream.policy import FailureTracker
 from energon_bridge.core.stream.returned import group_key, selected_lists, shown, whole_number
 from energon_bridge.core.stream.settings import SelectionKind
-from energon_bridge.core.stream.state import COUNTERS, Counts, SampleRef
 from energon_bridge.core.stream.watchdog import Activity, Words
 
 logger = logging.getLogger(__name__)

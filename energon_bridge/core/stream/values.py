@@ -30,12 +30,12 @@ from energon_bridge.core.format.tar import parse_sample, parse_samples, sources_
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import ChatMLSample, CrudeSample, SourceInfo
-from energon_bridge.core.samples.places import SamplePlace
 from energon_bridge.core.samples.sample import Records
+from energon_bridge.core.samples.sample_place import SamplePlace
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.stores.file_store import follow_links
+from energon_bridge.core.stream.lane_state import SampleKey
 from energon_bridge.core.stream.reader import RoundBuffer, Split, SplitSample, Stored, Unread, Unreadable
-from energon_bridge.core.stream.state import SampleKey
 from energon_bridge.core.stream.user_code import Attempt, Begin, PendingSample
 from energon_bridge.core.stream.watchdog import INDEX, Activities
 

@@ -25,8 +25,8 @@ from typing import Any
 from energon_bridge.core.encoder.hooks import Hook
 from energon_bridge.core.errors import ConfigurationError, HookTimeoutError
 from energon_bridge.core.format.dataset import PreparedDataset
-from energon_bridge.core.samples.places import here, place_in
 from energon_bridge.core.samples.sample import Records
+from energon_bridge.core.samples.sample_place import here, place_in
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a thread of the loader is doing: a few attributes that it sets and others may read at any time.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from energon_bridge.core.samples.places import warn_once
+from energon_bridge.core.samples.sample_place import warn_once
 from energon_bridge.models.av.media_file import MediaFile, import_av, is_bare, tensor_of
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from torch import Tensor
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS, UNSURE
 from energon_bridge.core.samples import Sample, edataclass
-from energon_bridge.core.samples.places import warn_once
+from energon_bridge.core.samples.sample_place import warn_once
 from energon_bridge.models.conversations.parts import (
     MAPPING,
     Medium,

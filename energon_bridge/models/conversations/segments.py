@@ -42,7 +42,7 @@ from typing import Any, Literal
 
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.format.media import kind_by_name
-from energon_bridge.core.samples.places import warn_once
+from energon_bridge.core.samples.sample_place import warn_once
 from energon_bridge.models.conversations.places import Medium, spelled
 from energon_bridge.models.conversations.questions import is_metadata, texts_in
 from energon_bridge.models.conversations.withheld import is_weight

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from energon_bridge.core.encoder.hooks import count_over_long
 from energon_bridge.core.errors import SampleError, UnfitSampleError, called
 from energon_bridge.core.samples import Batch, Sample, Segment, edataclass, segments_of
-from energon_bridge.core.samples.places import warn_once
+from energon_bridge.core.samples.sample_place import warn_once
 from energon_bridge.core.samples.stacking import batch_stack, copy_numbers, zeros
 from energon_bridge.models.conversations.texts import as_array
 from energon_bridge.models.images.visual import concat_visual

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from energon_bridge.core.errors import SampleError
-from energon_bridge.core.samples.places import pass_on
+from energon_bridge.core.samples.sample_place import pass_on
 from energon_bridge.models.conversations.parts import MEDIA, medium_by_name
 from energon_bridge.models.conversations.questions import (
     CHOICES,

@@ -32,7 +32,7 @@ from energon_bridge.core.errors import (
     check_number,
 )
 from energon_bridge.core.samples import VidQASample
-from energon_bridge.core.samples.places import warn_once
+from energon_bridge.core.samples.sample_place import warn_once
 from energon_bridge.models.conversations.batching import SequenceTaskEncoder
 from energon_bridge.models.conversations.blank_media import Blank, BlankMedia, blank_image, blank_kinds
 from energon_bridge.models.conversations.conversation import (

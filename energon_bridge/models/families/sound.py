@@ -24,7 +24,7 @@ from torch import Tensor
 
 from energon_bridge.core.encoder.deferred import Deferred
 from energon_bridge.core.errors import DecodeError, SampleError
-from energon_bridge.core.samples.places import warn_once
+from energon_bridge.core.samples.sample_place import warn_once
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.av.sound import as_floats, resample

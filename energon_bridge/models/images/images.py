@@ -53,7 +53,7 @@ from energon_bridge.core.format.media import (
 )
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import streaming
-from energon_bridge.core.samples.places import warn_once, warned
+from energon_bridge.core.samples.sample_place import warn_once, warned
 from energon_bridge.core.samples.stacking import Slab
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.images.jpeg import (

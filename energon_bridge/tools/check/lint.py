@@ -51,7 +51,7 @@ from energon_bridge.core.format.parallel import Task, Workers, map_shards
 from energon_bridge.core.format.tar import parse_sample
 from energon_bridge.core.format.tar_index import find_pieces
 from energon_bridge.core.samples import CrudeSample, SourceInfo
-from energon_bridge.core.samples.places import warned
+from energon_bridge.core.samples.sample_place import warned
 from energon_bridge.core.storage import open_store
 from energon_bridge.core.stores.file_store import follow_links
 from energon_bridge.models.conversations.parts import MEDIA, medium_by_name

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.core.errors import StorageError
-from energon_bridge.core.samples.places import SamplePlace
+from energon_bridge.core.samples.sample_place import SamplePlace
 from energon_bridge.core.stream.failures import Named, lines_in
 
 

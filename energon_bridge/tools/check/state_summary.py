@@ -11,7 +11,7 @@ from typing import Any
 
 from energon_bridge.core.loader.fits import diff_leaves
 from energon_bridge.core.loader.saved_run import COUNTED, SavedRun, State, leaf_rows, read
-from energon_bridge.core.stream.state import COUNTERS
+from energon_bridge.core.stream.lane_state import COUNTERS
 
 _RUN_SETTINGS = ("kind", "num_lanes")
 

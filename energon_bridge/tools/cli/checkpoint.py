@@ -12,7 +12,7 @@ from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.saved_run import State
 from energon_bridge.core.loader.state_files import read_states
 from energon_bridge.core.mix import parse_weight
-from energon_bridge.core.stream.state import OVER_LONG
+from energon_bridge.core.stream.lane_state import OVER_LONG
 from energon_bridge.tools.check.state_summary import difference, rank_of, summarize
 from energon_bridge.tools.cli.main import SuggestingGroup
 from energon_bridge.tools.cli.output import (

@@ -45,7 +45,7 @@ from energon_bridge.core.order.changes import LeafWeights
 from energon_bridge.core.order.leaf_order import Memo
 from energon_bridge.core.order.rng import IntArray, fold
 from energon_bridge.core.samples.showing import counted
-from energon_bridge.core.stream.state import LaneState
+from energon_bridge.core.stream.lane_state import LaneState
 from energon_bridge.tools.columns.expression import column_names, values_of_samples
 from energon_bridge.tools.columns.stored import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 

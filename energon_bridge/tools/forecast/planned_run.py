@@ -29,8 +29,8 @@ from energon_bridge.core.mix.flatten import flatten
 from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.mix.tree import EpochizedNode as MixedEpochs
 from energon_bridge.core.order.topology import Ownership
+from energon_bridge.core.stream.lane_state import LaneState
 from energon_bridge.core.stream.settings import RunSettings
-from energon_bridge.core.stream.state import LaneState
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.columns.amounts import counting
 from energon_bridge.tools.columns.expression import kept_samples

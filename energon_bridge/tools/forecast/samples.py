@@ -27,8 +27,8 @@ from energon_bridge.core.order.leaf_order import Round
 from energon_bridge.core.order.rng import IntArray
 from energon_bridge.core.order.topology import Ownership, first_microbatch, microbatches_before, step_of
 from energon_bridge.core.storage import LocalStore
+from energon_bridge.core.stream.lane_state import LaneState, SampleKey
 from energon_bridge.core.stream.leaf import Leaf
-from energon_bridge.core.stream.state import LaneState, SampleKey
 from energon_bridge.tools.columns.amounts import AmountBlend
 from energon_bridge.tools.forecast.planned_run import Run
 

@@ -20,7 +20,7 @@ from energon_bridge.core.loader.saved_run import State, read
 from energon_bridge.core.order.choose import blend_position
 from energon_bridge.core.order.topology import first_microbatch, step_of
 from energon_bridge.core.samples import Segment, field_names
-from energon_bridge.core.stream.state import BatchKey, RowKey, SampleKey, read_key
+from energon_bridge.core.stream.lane_state import BatchKey, RowKey, SampleKey, read_key
 from energon_bridge.tools.preview.records import Picture, ShownItem, items_of, picture_of
 from energon_bridge.tools.preview.sample_source import DrawnSample
 

@@ -22,10 +22,10 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.opening import open_pipeline
 from energon_bridge.core.loader.run_plan import RunPlan, plan_run
 from energon_bridge.core.order.choose import Picks
-from energon_bridge.core.samples.places import SamplePlace
+from energon_bridge.core.samples.sample_place import SamplePlace
+from energon_bridge.core.stream.lane_state import SampleKey, SampleRef, as_members
 from energon_bridge.core.stream.loading import load_picks
 from energon_bridge.core.stream.pipeline import Pipeline
-from energon_bridge.core.stream.state import SampleKey, SampleRef, as_members
 from energon_bridge.core.stream.user_code import PendingSample
 from energon_bridge.core.stream.values import FailedSample, has_code
 from energon_bridge.core.worker_config import available_cores

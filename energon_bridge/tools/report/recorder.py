@@ -32,7 +32,7 @@ from energon_bridge.core.loader.saved_run import State, read
 from energon_bridge.core.mix.leaves import OpenLeaf
 from energon_bridge.core.samples.sample import meta_field
 from energon_bridge.core.stream.failures import FailureKind
-from energon_bridge.core.stream.state import COUNTERS, BatchKey, SampleKey, read_key
+from energon_bridge.core.stream.lane_state import COUNTERS, BatchKey, SampleKey, read_key
 from energon_bridge.trainers.replica.groups import all_told
 
 MOST_POINTS = 1000

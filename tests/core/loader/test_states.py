@@ -46,7 +46,7 @@ from energon_bridge.core.errors import (
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.saved_run import FORMAT_VERSION, decode_column, encode_column, sign, write_lanes
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
-from energon_bridge.core.stream.state import LaneState
+from energon_bridge.core.stream.lane_state import LaneState
 from energon_bridge.tools.check.state_summary import rank_of
 from energon_bridge.tools.testing import write_shard
 

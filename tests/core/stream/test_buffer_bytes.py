@@ -20,10 +20,10 @@ from PIL import Image
 from energon_bridge.core.loader.savable import SavableDataLoader
 from energon_bridge.core.loader.saved_run import read_lanes
 from energon_bridge.core.stream.budget import Budget
+from energon_bridge.core.stream.lane_state import Stage
 from energon_bridge.core.stream.pack_buffer import Packing
 from energon_bridge.core.stream.pipeline import Pipeline
 from energon_bridge.core.stream.rows import BatchRow, size_of
-from energon_bridge.core.stream.state import Stage
 from energon_bridge.models.images.images import IMAGE_FORMS, DeferredImage
 
 LANES = 6

@@ -18,7 +18,7 @@ from made import made_once
 from energon_bridge import DefaultTaskEncoder, ErrorPolicy, SkipSample, TextSample, quarantine_excludes, read_quarantine
 from energon_bridge.core.errors import ConfigurationError, ErrorRateError, FatalSampleError, StorageError
 from energon_bridge.core.loader.savable import SavableDataLoader
-from energon_bridge.core.samples.places import SamplePlace
+from energon_bridge.core.samples.sample_place import SamplePlace
 from energon_bridge.core.stream.failures import named
 
 SAMPLES = 40

@@ -19,7 +19,7 @@ from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.fits import merge
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.saved_run import read_lanes, read_leaves
-from energon_bridge.core.stream.state import OVER_LONG
+from energon_bridge.core.stream.lane_state import OVER_LONG
 
 LIMIT = 5
 POLICIES = ("drop", "truncate", "split")

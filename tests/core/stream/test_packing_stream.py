@@ -34,7 +34,7 @@ from energon_bridge import DefaultTaskEncoder, Packer, SkipSample, get_savable_l
 from energon_bridge.core.errors import ConfigurationError, FatalSampleError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.core.loader.saved_run import read_lanes
-from energon_bridge.core.stream.state import Stage
+from energon_bridge.core.stream.lane_state import Stage
 
 data = made_once(text_dataset, train=[50, 31, 19], val=[13, 24])
 roomy = made_once(text_dataset, train=[4000, 3680])

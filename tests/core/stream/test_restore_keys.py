@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from energon_bridge.core.stream.state import BatchKey, RowKey, batch_key, pack_key, read_key, samples_of
+from energon_bridge.core.stream.lane_state import BatchKey, RowKey, batch_key, pack_key, read_key, samples_of
 
 A = ("0123456789abcdef", 7, 0, 0)
 B = ("fedcba9876543210", 8, 2, 1)

@@ -32,7 +32,7 @@ from energon_bridge import Cooker, WorkerConfig, basic_sample_keys, get_savable_
 from energon_bridge.core.encoder.deferred import Deferred, decode_deferred
 from energon_bridge.core.errors import DecodeError, SampleError
 from energon_bridge.core.samples import stacking
-from energon_bridge.core.samples.places import warned
+from energon_bridge.core.samples.sample_place import warned
 from energon_bridge.models.av import AVDecoder, frame_pixels
 from energon_bridge.models.av.streams import VideoReader
 from energon_bridge.models.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames

@@ -22,7 +22,7 @@ from energon_bridge import SampleDecoder
 from energon_bridge.core.errors import ConfigurationError, DecodeError
 from energon_bridge.core.format.media import IMAGE_EXTENSIONS
 from energon_bridge.core.samples import streaming
-from energon_bridge.core.samples.places import warned
+from energon_bridge.core.samples.sample_place import warned
 from energon_bridge.core.samples.stacking import Slab, SlabPool
 from energon_bridge.models.images.images import (
     IMAGE_FORMS,

@@ -24,7 +24,7 @@ from transformers import CLIPImageProcessorPil
 from energon_bridge import AugmentTaskEncoder, SampleDecoder, get_savable_loader, get_train_dataset
 from energon_bridge.core.errors import SampleError
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
-from energon_bridge.core.samples.places import warned
+from energon_bridge.core.samples.sample_place import warned
 from energon_bridge.models.conversations.multimodal import MultiModalTaskEncoder
 from energon_bridge.models.families import ChatConfig
 from energon_bridge.models.images.visual import as_pil, as_rgb

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.core.order.choose import BlendPosition
 from energon_bridge.core.order.rng import IntArray
-from energon_bridge.core.samples.places import Warned
+from energon_bridge.core.samples.sample_place import Warned
 from energon_bridge.core.stream.failures import Report
 
 
