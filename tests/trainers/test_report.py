@@ -321,7 +321,6 @@ def test_looks_at_the_shares_are_bounded_and_added_up(tmp_path: Path) -> None:
     (chart,) = (chart for name, chart in Read(tmp_path / "report.html").charts.items() if name.startswith("share"))
     assert [line["points"][0][0] for line in chart["lines"] if line["dashed"]] == [0, 50], "b joined the mix then"
     assert "Joined the mix, whose shares are others since: b (at step 50)." in Read(tmp_path / "report.html").text
-    assert ", by the datasets that are in the mix now" in Read(tmp_path / "report.html").text
     assert "energon preview<" not in (tmp_path / "report.html").read_text()
 
 
@@ -456,6 +455,37 @@ def test_data_that_is_gone_when_a_run_ends_leaves_a_report_that_says_so(tmp_path
     assert "Their samples cannot be read any more, so there are no pages of them" in read.text
     assert any(batch.__key__[0] in row[-1] for row in read.rows)
     assert not (tmp_path / "late-samples").exists()
+
+
+def test_what_grew_since_counts_as_it_was(tmp_path: Path) -> None:
+    """A dataset that is made again with more samples is another one; the run goes on with it by adapting."""
+    settings = {"batch_size": 2, "worker_config": WorkerConfig(num_workers=0), "task_encoder": DefaultTaskEncoder()}
+    recorder = RunRecorder()
+    state, step = None, 0
+    for size in (24, 40):
+        shutil.rmtree(tmp_path / "grown", ignore_errors=True)
+        grown = create_captioning_test_dataset(tmp_path / "grown", num_train=size, num_val=4)
+        loader = EnergonDataloader(get_savable_loader(get_train_dataset(grown, **settings), on_mismatch="adapt"))
+        if state is not None:
+            loader.load_state_dict(state)
+        recorder.start(loader)
+        for step in range(step + 1, step + 21):
+            recorder.microbatch(loader, next(loader), step, torch.tensor(9.0 if step == 5 else 1.0))
+            recorder.step(loader, step, None)
+        loader.loader.ban(["train-00001"], from_draw=0)
+        state = loader.state_dict()
+        told = summary(recorder, loader)
+        spec = loader.loader.spec
+        loader.close()
+    assert told is not None
+    write_report(tmp_path / "report.html", [told], recorder, spec=spec)
+    read = Read(tmp_path / "report.html")
+    assert "samples delivered 80 " in read.text
+    assert sorted(row[4] for row in read.rows if "grown#" in row[0]) == ["40", "40"]
+    assert sum("gone, or as it was" in row[0] for row in read.rows if "grown#" in row[0]) == 1
+    assert "has changed since, have none" in read.text
+    share = next(chart for name, chart in read.charts.items() if name.startswith("share"))
+    assert all(0 <= value <= 1 for line in share["lines"] for _, value in line["points"])
 
 
 def test_a_validation_after_training_is_in_the_report(mix: Blender, tmp_path: Path) -> None:

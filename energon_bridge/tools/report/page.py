@@ -82,9 +82,8 @@ def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, obje
     samples = sum(row.counts["samples"] for rank in ranks for row in rank.datasets)
     draws = sum(row.draws for rank in ranks for row in rank.datasets)
     size = sum(row.epoch_samples for row in ranks[0].datasets) if ranks else 0
-    if samples:  # what has left the mix, or has grown, counts no more
-        changed = any(_later(rank) for rank in ranks)
-        facts["samples delivered"] = f"{samples:,}" + ", by the datasets that are in the mix now" * changed
+    if samples:
+        facts["samples delivered"] = f"{samples:,}"
     if draws and size:
         facts["epochs drawn"] = f"{draws / size:.2f}"
     if recorder.seconds > 0:
@@ -100,6 +99,7 @@ def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
         return []
     first = ranks[0].datasets
     names = dataset_names([row.path for row in first], [row.split_part for row in first])
+    names = [f"{name} (gone, or as it was)" if row.is_gone else name for name, row in zip(names, first, strict=True)]
     together = [[rank.datasets[number] for rank in ranks] for number in range(len(first))]
     draws = [sum(row.draws for row in rows) for rows in together]
     largest = sorted(range(len(first)), key=lambda number: -draws[number])[:_MOST_LINES]
@@ -112,7 +112,7 @@ def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
     columns = ("dataset", "in the mix now", "delivered", "", "samples", "epochs drawn", "skipped", "failed", "excluded")
     said = (
         "In the mix now: by the weights since the last change of the mix, or, if they moved, what was drawn by them. "
-        f"Delivered: in all steps, of the datasets in the mix now.{_joined(ranks[0], names)}"
+        f"Delivered: in all steps.{_joined(ranks[0], names)}"
     )
     return [_table(columns, lines, right=(1, 2, 4, 5, 6, 7, 8)), said, *_shares(ranks, names, hues)]
 
@@ -176,7 +176,7 @@ def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[in
     for number, hue in hues.items():
         row = ranks[0].datasets[number]
         points = [
-            (step, (after[row.identity] - before[row.identity]) / (after.total() - before.total()))
+            (step, max(0, after[row.identity] - before[row.identity]) / (after.total() - before.total()))
             for step, before, after in intervals
         ]
         lines.append(_line(points, names[number], hue))
@@ -335,7 +335,8 @@ def _pages_of(highest: Sequence[HighLoss], folder: Path, spec: DatasetSpec | Non
     except Exception as error:
         logger.warning("no pages of the samples with the highest losses", exc_info=not isinstance(error, EnergonError))
         return none, f"There are no pages of their samples: {type(error).__name__}: {error}. "
-    return pages, f"The pages lie in {folder.name}, beside this file. "
+    gone = "Samples of a dataset that is gone from the mix, or has changed since, have none. " * (not all(pages))
+    return pages, f"The pages lie in {folder.name}, beside this file. {gone}"
 
 
 def _slowest(ranks: Sequence[RankSummary]) -> list[PageBlock]:

@@ -121,7 +121,7 @@ class DrawCounts:
             rows = counters()
         except EnergonError:  # no state within a balanced global batch
             return
-        self.looks.append((step, {row["identity"]: row["draws"] or 0 for row in rows if not row["parked"]}))
+        self.looks.append((step, {row["identity"]: row["draws"] or 0 for row in rows}))
         if len(self.looks) >= MOST_LOOKS:
             self.every *= 2
             self.looks = [(step, draws) for step, draws in self.looks if not step % self.every]
@@ -378,7 +378,7 @@ class DatasetRow:
     """What a rank delivered of one dataset.
 
     `planned` is its part of the draws in percent, None if nothing says it; `epoch_samples` are its samples in an epoch
-    of the mix.
+    of the mix. `is_gone`: it left the mix, or its content changed since.
     """
 
     path: str
@@ -389,6 +389,7 @@ class DatasetRow:
     counts: dict[str, int]
     identity: str = ""
     epoch_samples: float = 0.0
+    is_gone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -398,7 +399,7 @@ class RankSummary:
     Attributes:
         rank, ranks: The data-parallel rank, and how many there are.
         seconds, waited: Time spent training, and that spent waiting for data.
-        datasets: A row for each dataset of the mix.
+        datasets: A row for each dataset of the mix, and then for those that are gone from it.
         failures: The samples that failed since the process began.
         metrics: Of the loader.
         slowest, highest: As of `RunRecorder`; those of a state that all ranks have restored are in the summary of each.
@@ -489,8 +490,8 @@ def _samples(key: Any, part: slice) -> list[SampleKey]:
 
 
 def _datasets(loader: Any, spec: DatasetSpec) -> Iterator[DatasetRow]:
-    """Yield a row for each dataset that is part of the mix now."""
-    rows = [row for row in loader.counters() if not row["parked"]]
+    """Yield a row for each dataset of the run; those that left the mix, or that grew since, come last."""
+    rows = loader.counters()
     for row, planned in zip(rows, _planned(loader, spec, rows), strict=True):
         yield DatasetRow(
             **{name: row[name] for name in ("path", "split_part", "num_samples", "epoch_samples")},
@@ -498,6 +499,7 @@ def _datasets(loader: Any, spec: DatasetSpec) -> Iterator[DatasetRow]:
             draws=row["draws"] or 0,
             counts={name: row[name] for name in COUNTERS},
             identity=row["identity"],
+            is_gone=row["parked"],
         )
 
 
@@ -505,8 +507,9 @@ def _planned(loader: Any, spec: DatasetSpec, rows: Sequence[State]) -> list[floa
     """Return the part of the draws that the mix gives each dataset, in percent."""
     if _moves(loader, spec):
         # Draws follow weights that move towards the last ones; fewer of them may be delivered.
-        total = sum(row["draws"] or 0 for row in rows)
-        return [100 * (row["draws"] or 0) / total if total else None for row in rows]
+        drawn = [0 if row["parked"] else row["draws"] or 0 for row in rows]
+        total = sum(drawn)
+        return [None if row["parked"] or not total else 100 * one / total for row, one in zip(rows, drawn, strict=True)]
     weighs = spec.mode in ("weights", "single")
     shares = {leaf.identity: leaf.weight if weighs else leaf.weight * leaf.num_samples for leaf in spec.leaves}
     if spec.unit is not None:  # an amount: the larger the samples, the fewer are drawn
