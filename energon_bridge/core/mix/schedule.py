@@ -146,7 +146,7 @@ def parse_weight(value: Any, *, where: str, field: str) -> WeightSchedule:
         if isinstance(value, dict):
             return _parse_schedule(weight)
         if exact_number(value) is None:
-            raise weight.wrong("a number or a schedule")
+            raise weight.wrong("a number or a schedule, as {schedule: linear, points: [[0, 1], [10000, 3]]}")
         return WeightSchedule.constant(value)
     except ConfigurationError as error:
         raise MetadataError(f"{weight.at}: {error}.") from error

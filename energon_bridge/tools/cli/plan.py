@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from energon_bridge.tools.forecast.epochs import Forecast
     from energon_bridge.tools.forecast.grids import GridForecast
 
+_FEW = 20
+"""Batches of packs whose mean number of samples is rough."""
 _POOR = 0.8
 """How well a dataset is shuffled (`forecast/epochs.py`) below which it is named."""
 
@@ -128,6 +130,7 @@ def command(
     from energon_bridge.tools.forecast.epochs import forecast
     from energon_bridge.tools.forecast.needs import cores_and_network, of_store, workers_and_memory
     from energon_bridge.tools.forecast.planned_run import run_of_mix
+    from energon_bridge.tools.forecast.requests import not_counted
 
     sizes: dict[str, int] = {}
     if grids is not None:
@@ -161,6 +164,10 @@ def command(
     if needs:
         ranks = result.world_size
         print_table(("what it needs", "each rank", "in all"), list(_needs(needs, ranks, engine)), left=1)
+        if left_out := not_counted(run):
+            click.echo(f"Requests and bytes of {', '.join(left_out)} are not counted: only those of shards are.")
+        if samples_per_batch and "requests_of_run" in needs:
+            click.echo("Lanes that share packing buffers, as with small data, read less than that.")
     if of_grids:
         _print_grids(of_grids)
     _print_leaves(result)
@@ -190,7 +197,11 @@ def _rates_of(path: str, mix: str, batch_size: int) -> tuple[list[dict[str, floa
         )
     if (of := measured.get("mix", mix)) != mix:
         click.echo(f"{path} was measured with {of}: costs, bytes and memory are those of its samples", err=True)
-    return sorted(rates, key=lambda rate: rate["workers"]), bool(measured.get("packing_buffer_size"))
+    rates = sorted(rates, key=lambda rate: rate["workers"])
+    packs = bool(measured.get("packing_buffer_size"))
+    if packs and (batches := rates[0].get("samples", 1e9) / rates[0]["samples_per_batch"]) < _FEW:
+        click.echo(f"{path} has {batches:.0f} batches of packs, too few to go by: give bench --seconds", err=True)
+    return rates, packs
 
 
 def _print_grids(grids: list[GridForecast]) -> None:

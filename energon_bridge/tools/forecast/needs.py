@@ -57,7 +57,7 @@ _TURNS = 2
 def of_store(run: Run, forecast: Forecast, step_seconds: float) -> dict[str, float]:
     """Return the requests and bytes that a run asks stores for, and the bytes that a disk cache would hold."""
     asked_for = store_forecast(run, forecast.microbatches)
-    if asked_for is None or not asked_for.requests:
+    if asked_for is None:
         return {}
     needs = {"disk_cache": sum(leaf.bytes / max(1.0, leaf.epochs) for leaf in forecast.leaves)}
     start = math.ceil(_TURNS * run.num_lanes * forecast.steps / forecast.microbatches)

@@ -42,16 +42,14 @@ class StoreForecast:
 
 
 def store_forecast(run: Run, microbatches: int) -> StoreForecast | None:
-    """Return what a run asks stores for in its first microbatches; None if that does not follow from indexes.
+    """Return what a run asks stores for in its first microbatches; None if none of its shards is in one.
 
-    Datasets that are not in a store (`is_far`) ask for nothing. Raises StorageError.
+    Datasets that are not in a store (`is_far`) ask for nothing; `not_counted` are left out. Raises StorageError.
     """
     far = {number: leaf.dataset for number, leaf in enumerate(run.spec.ordered) if leaf.is_far}
     tars = {number: dataset for number, dataset in far.items() if type(dataset) is PreparedDataset}
-    if len(tars) < len(far):
+    if not tars:
         return None
-    if not far:
-        return StoreForecast(requests=0.0, bytes=0.0, index_requests=0, index_bytes=0)
     config = run.plan.config
     processes = config.dp_size * config.processes
     lanes = run.num_lanes
@@ -77,6 +75,12 @@ def store_forecast(run: Run, microbatches: int) -> StoreForecast | None:
         index_requests=round(sum(count for count, _ in indexes) * more),
         index_bytes=round(sum(size for _, size in indexes) * more),
     )
+
+
+def not_counted(run: Run) -> list[str]:
+    """Return the paths of datasets in stores, such as tables, whose requests do not follow from indexes."""
+    far = (leaf.dataset for leaf in run.spec.ordered if leaf.is_far)
+    return [dataset.path for dataset in far if type(dataset) is not PreparedDataset]
 
 
 @dataclass(slots=True, eq=False)

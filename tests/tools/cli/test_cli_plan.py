@@ -197,6 +197,24 @@ def test_requests_and_bytes_are_those_of_a_run(
     assert row(said, "requests to the store a step")[1] == f"{needs['requests_of_step']:,.0f}"
 
 
+def test_requests_of_shards_are_counted_beside_other_files(tmp_path: Path) -> None:
+    text_dataset(tmp_path / "data", train=[40])
+    (tmp_path / "lines.jsonl").write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(40)))
+    energon("prepare", tmp_path / "lines.jsonl")
+    with serving(tmp_path) as server:
+        needs = {}
+        for name, others in (("alone", []), ("both", ["lines.jsonl"])):
+            blend = "".join(f"      - {{weight: 1, path: {server.url}/{one}}}\n" for one in ("data", *others))
+            (tmp_path / f"{name}.yaml").write_text(
+                "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n" + blend
+            )
+            asked = ("plan", tmp_path / f"{name}.yaml", "--steps", 96, *OPTIONS, "--step-seconds", 1)
+            needs[name] = answer(*asked)["needs"]
+        said = energon(*asked).output
+    assert 0 < needs["both"]["store_bytes_of_run"] < needs["alone"]["store_bytes_of_run"]
+    assert f"Requests and bytes of {server.url}/lines.jsonl are not counted" in said
+
+
 def test_weights_as_written_and_as_shares(data: Path) -> None:
     leaves = answer("plan", data / "weights.yaml", "--steps", 9, *OPTIONS)["leaves"]
     assert [leaf["written"] for leaf in leaves] == ["3", "1", "0.5"]
