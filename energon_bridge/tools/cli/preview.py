@@ -32,6 +32,7 @@ from energon_bridge.tools.cli.run_options import (
 
 if TYPE_CHECKING:
     from energon_bridge.core.loader.dataset_spec import DatasetSpec
+    from energon_bridge.core.loader.position import OnMismatch
     from energon_bridge.tools.forecast.epochs import Forecast
     from energon_bridge.tools.preview.batches import ShownBatch
     from energon_bridge.tools.preview.sample_source import DrawnSample, SampleSource
@@ -293,7 +294,9 @@ def _opened_config(config: str, asked: _Asked) -> Iterator[_Shown]:
             f"{max(end, asked.steps.start):,}. For a longer run, add train.max_steps=N"
         )
     with opened_data(described) as spec:
-        yield _batches(files, spec, asked, config, per_step=described.accumulate)
+        # A run that adapts has gone on from its checkpoint with the data of now.
+        adapts = described.data.settings.get("on_mismatch", "refuse")
+        yield _batches(files, spec, asked, config, per_step=described.accumulate, on_mismatch=adapts)
 
 
 def _encoded(asked: _Asked) -> _Shown:
@@ -380,7 +383,13 @@ def _show_steps(steps: range, asked: _Asked) -> _Shown:
 
 
 def _batches(
-    files: list[str], spec: DatasetSpec, asked: _Asked, title: str, *, per_step: Callable[[int], int]
+    files: list[str],
+    spec: DatasetSpec,
+    asked: _Asked,
+    title: str,
+    *,
+    per_step: Callable[[int], int],
+    on_mismatch: OnMismatch = "refuse",
 ) -> _Shown:
     """Return what a run delivers in some steps; `per_step` gives the microbatches of a rank for a number of ranks."""
     from energon_bridge.tools.preview.batches import delivered, next_step, was_changed
@@ -405,7 +414,8 @@ def _batches(
                 "fixed place. Leave --step out to see what follows the checkpoint"
             )
         steps = steps or range(first, first + (asked.batches or 2))
-    batches = delivered(spec, steps, world_size=ranks, state=state, rank=asked.rank, per_step=per_step(ranks))
+    of_run: Any = {"world_size": ranks, "state": state, "rank": asked.rank, "per_step": per_step(ranks)}
+    batches = delivered(spec, steps, **of_run, on_mismatch=on_mismatch)
     return _Shown(
         title=title,
         source=SampleSource(spec),

@@ -15,6 +15,7 @@ from typing import Any
 from energon_bridge.core.datasets import get_savable_loader
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
+from energon_bridge.core.loader.position import OnMismatch
 from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.loader.saved_run import State, read
 from energon_bridge.core.order.choose import blend_position
@@ -111,6 +112,7 @@ def delivered(
     state: State | None = None,
     rank: int | None = None,
     per_step: int = 1,
+    on_mismatch: OnMismatch = "refuse",
 ) -> list[ShownBatch]:
     """Run the loader and return some of its steps, by step and rank.
 
@@ -121,24 +123,31 @@ def delivered(
         state: The position to load from; without it, loading begins with the run.
         rank: Return the steps of this rank only.
         per_step: Microbatches of a rank in a step.
+        on_mismatch: Whether the run goes on from a state of other data, as `SavableDataLoader.restore_state_rank` says.
 
     Raises:
         ConfigurationError: The state is after the first step, or between two steps of this number of ranks.
     """
     batches = []
     for number in range(world_size) if rank is None else (rank,):
-        for step, batch, lanes in _deliver(spec, steps, world_size, number, state, per_step):
+        for step, batch, lanes in _deliver(spec, steps, world_size, number, state, per_step, on_mismatch):
             batches.append(shown(batch, spec.settings.task_encoder, step=step, rank=number, num_lanes=lanes))
     return sorted(batches, key=lambda batch: (batch.step, batch.rank))  # stable: those of a step and rank stay in order
 
 
 def _deliver(
-    spec: DatasetSpec, steps: range, world_size: int, rank: int, state: State | None, per_step: int
+    spec: DatasetSpec,
+    steps: range,
+    world_size: int,
+    rank: int,
+    state: State | None,
+    per_step: int,
+    on_mismatch: OnMismatch,
 ) -> Iterator[tuple[int, Any, int]]:
     config = replace(
         spec.worker_config, rank=rank, world_size=world_size, num_workers=0, data_parallel_group=None, pin_memory=False
     )
-    loader = get_savable_loader(spec, worker_config=config, watchdog_timeout_seconds=None)
+    loader = get_savable_loader(spec, worker_config=config, watchdog_timeout_seconds=None, on_mismatch=on_mismatch)
     try:
         if state is not None:
             loader.restore_state_rank(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,29 @@ def test_a_step_of_a_run_is_what_its_model_was_given(
     both = energon("preview", run, "--step", 5, "--batches", 2)
     assert "--batches counts steps from where a run is: leave it out, or give it without --step" in both.output
     output_of("preview", tmp_path / "run", "train.max_steps=8", "--step", 7)
+
+
+def test_steps_after_the_data_grew_are_what_the_model_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint before them is of the data as it was."""
+    seen: list[Any] = []
+    train = VisionLanguageModule.training_step
+
+    def spy(module: Any, batch: Any, *args: Any) -> Any:
+        seen.append([key for row in batch.sample_keys for key in ([row] if isinstance(row, str) else row)])
+        return train(module, batch, *args)
+
+    monkeypatch.setattr(VisionLanguageModule, "training_step", spy)
+    settings = [f"data.path={tmp_path / 'grown'}", f"run_dir={tmp_path / 'run'}", "data.trust_remote_code=true"]
+    settings += ["checkpoint.interval=4", "validation.generate=false", "validation.limit_batches=0"]
+    for size, more in ((30, ["train.max_steps=4"]), (50, ["train.max_steps=8", "data.on_mismatch=adapt"])):
+        shutil.rmtree(tmp_path / "grown", ignore_errors=True)
+        conversations_dataset(tmp_path / "grown", num_train=size, num_val=3)
+        training.run(load_config(CONFIGS / "packed.yaml", [*settings, *more]), resume=size == 50)
+    found = answer("preview", tmp_path / "run", "--step", 6)["batches"]
+    shown = [[one["key"] for row in batch["rows"] for one in row["segments"]] for batch in found]
+    assert shown == seen[12:14]
 
 
 def test_batches_are_shown_before_anything_was_trained(conversations: Path, tmp_path: Path) -> None:
