@@ -461,15 +461,15 @@ def test_what_grew_since_counts_as_it_was(tmp_path: Path) -> None:
     """A dataset that is made again with more samples is another one; the run goes on with it by adapting."""
     settings = {"batch_size": 2, "worker_config": WorkerConfig(num_workers=0), "task_encoder": DefaultTaskEncoder()}
     recorder = RunRecorder()
-    state, step = None, 0
-    for size in (24, 40):
+    state = None
+    for first, size in ((1, 24), (21, 40)):
         shutil.rmtree(tmp_path / "grown", ignore_errors=True)
         grown = create_captioning_test_dataset(tmp_path / "grown", num_train=size, num_val=4)
         loader = EnergonDataloader(get_savable_loader(get_train_dataset(grown, **settings), on_mismatch="adapt"))
         if state is not None:
             loader.load_state_dict(state)
         recorder.start(loader)
-        for step in range(step + 1, step + 21):
+        for step in range(first, first + 20):
             recorder.microbatch(loader, next(loader), step, torch.tensor(9.0 if step == 5 else 1.0))
             recorder.step(loader, step, None)
         loader.loader.ban(["train-00001"], from_draw=0)
