@@ -47,7 +47,7 @@ BUDGETS = {
     "cloud": 3_450,
     "models": 12_237,
     "trainers": 4_691,
-    "tools": 15_430,
+    "tools": 15_540,
     "compat": 2_560,
     "training": 3_150,
 }
