@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from energon_bridge.compat import factories, loading
+from energon_bridge.compat import factories, installed, loading
 from energon_bridge.compat.composed import FUNCTIONS, encoded_by, mapped
 from energon_bridge.compat.encoders import HOOKS, BatchedDataset, DefaultTaskEncoder, EncodedDataset
 from energon_bridge.compat.factories import OpenedDataset
@@ -44,6 +44,15 @@ def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, Opened
     encoder = kwargs.get("task_encoder")
     pairs = factories.get_val_datasets(path, **kwargs)
     return [(_as_built(dataset, encoder, "build_val_datasets"), opened) for dataset, opened in pairs]
+
+
+def as_programs_have_it(dataset: DatasetSpec) -> DatasetSpec:
+    """Return a dataset that a command has opened as our builders here open it; without `install()`, unchanged."""
+    if installed() is None:
+        return dataset
+    encoder = dataset.settings.task_encoder
+    hook = "build_val_datasets" if dataset.kind == "finite" else "build_train_datasets"
+    return _as_built(loading.as_opened_here(dataset), encoder, hook)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,7 @@ class EnergonConventions(Conventions):
 
     Args:
         repeats: A pass starts over until its limit, or without end.
+        shown: A command shows the batches, by their meta fields: dicts have them, too.
     """
 
     stands_for = "megatron-energon"
@@ -48,6 +49,7 @@ class EnergonConventions(Conventions):
     first_packs = "full"  # code may rely on full buffers
 
     repeats: bool = False
+    shown: bool = False
 
     def order_of_pass(
         self, leaves: Sequence[PassLeaf], *, ranks: int, workers: int, rows: int, drop_last: bool, limit: int | None
@@ -105,7 +107,7 @@ class EnergonConventions(Conventions):
 
         A restore key in a dict is made of lists, as torch's DataLoader delivers it.
         """
-        if type(batch) is not dict:
+        if self.shown or type(batch) is not dict:
             attach(batch, name, value)
         elif name == "__valid__" and batch.get(name, value) is None:  # left by `asdict` of a batch
             del batch[name]

@@ -249,6 +249,15 @@ def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapp
     return dataclasses.replace(dataset.with_settings(conventions=EnergonConventions()), leaves=leaves)
 
 
+def as_opened_here(dataset: DatasetSpec) -> DatasetSpec:
+    """Return a dataset that a command has opened as the builders here open it, with the default arguments."""
+    encoder = _translated({"task_encoder": dataset.settings.task_encoder})["task_encoder"]
+    names = (field.name for field in fields(worker_config.WorkerConfig))
+    config = WorkerConfig(**{name: getattr(dataset.worker_config, name) for name in names})
+    dataset = dataclasses.replace(dataset.with_settings(task_encoder=encoder), worker_config=config)
+    return _as_energon(dataset, None, None).with_settings(conventions=EnergonConventions(shown=True))
+
+
 def _with_epath(dataset: Any) -> Any:
     """Return a dataset whose samples name it by an EPath as their source; JSONL files keep a string, as there."""
     if isinstance(dataset, JoinedDataset):

@@ -136,6 +136,41 @@ def test_an_encoder_runs_as_it_is(mode: str, data: Path) -> None:
         assert Counter(Counter(seen).values()) == {2: 20, 1: 16 - len(SKIPPED)}
 
 
+def test_commands_run_an_encoder_as_a_program_does(data: Path, tmp_path: Path) -> None:
+    mix, state = str(data / "mix.yaml"), str(tmp_path / "state.pt")
+    real = run_with_ours("encoder.py", mix, "saved", state)
+    packing = "--encoder encoder:PackingEncoder --batch-size 2 --packing-buffer-size 8 --num-workers 0"
+    order = "--shuffle-buffer-size 8 --max-samples-per-sequence 5"
+
+    def shown(steps: str, *source: str) -> list[list[list[str]]]:
+        def child(rank: int) -> str:
+            output = io.StringIO()
+            sys.path.insert(0, str(PROGRAMS))
+            with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+                main(
+                    [
+                        "-m",
+                        "energon_bridge.tools.cli.main",
+                        "preview",
+                        *source,
+                        "--steps",
+                        steps,
+                        *f"{packing} {order}".split(),
+                    ]
+                )
+            return output.getvalue()
+
+        found: dict[int, list[list[str]]] = {}
+        for sample in json.loads(run_forked(1, child)[0])["samples"]:
+            rows = found.setdefault(sample["step"], [[], []])
+            rows[sample["row"]].append(sample["key"])
+        return list(found.values())
+
+    assert shown("0:10", mix) == real
+    assert shown("5:10", state, "--mix", mix) == real[5:]
+    assert answer("lint", mix, "--encoder", "encoder:Encoder")["problems"] == []
+
+
 def test_a_provider_runs_as_it_is(data: Path) -> None:
     valid = check_provider(run_with_ours, data, data / "states")["valid"]
     assert [len(keys) for keys in valid[0]] == [4, 4, 2, 4, 4, 2]

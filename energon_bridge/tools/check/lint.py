@@ -50,6 +50,7 @@ from energon_bridge.core.format.nvmeta import (
 from energon_bridge.core.format.parallel import Task, Workers, map_shards
 from energon_bridge.core.format.tar import parse_sample
 from energon_bridge.core.format.tar_index import find_pieces
+from energon_bridge.core.registry import load
 from energon_bridge.core.samples import CrudeSample, SourceInfo
 from energon_bridge.core.samples.sample_place import warned
 from energon_bridge.core.storage import open_store
@@ -277,6 +278,7 @@ def lint_encoded(
             trust_remote_code=trust_remote_code,
             error_policy=ErrorPolicy(tolerance=0, damaged_shards="skip", quarantine=file, messages=1),
         )
+        spec = load("drop_in", "dataset")(spec)
         with closing(get_savable_loader(spec)) as loader:
             count = sum(1 for _ in loader)
         if lost := spec.failure_log.unwritten:

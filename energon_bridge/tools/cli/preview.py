@@ -313,6 +313,7 @@ def _encoded(asked: _Asked) -> _Shown:
         names = ("split_part", "dataset_config", "split_config", "trust_remote_code")
         given = {name: asked.run[name] for name in names}
         spec = spec_of_state(read(state), world_size=ranks, mix=mix, task_encoder=encoder, **given)
+        spec = load("drop_in", "dataset")(spec)
         size = asked.run["global_batch_size"]
         per_step = partial(microbatches_of_step, spec, global_batch_size=size)
         return _batches(files, spec, asked, " ".join(files), per_step=per_step)

@@ -13,6 +13,7 @@ import click
 
 from energon_bridge.core.errors import ConfigurationError, call_settings
 from energon_bridge.core.format.foreign import format_named
+from energon_bridge.core.registry import load
 from energon_bridge.tools.cli.prepare_options import added, config_options
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def open_mix(
         num_lanes=options["num_lanes"],
         microbatches_per_global_batch=group,
     )
-    return get_train_dataset(
+    dataset = get_train_dataset(
         path,
         split_part=options["split_part"] or "train",
         worker_config=config,
@@ -126,6 +127,7 @@ def open_mix(
         split_config=options["split_config"],
         trust_remote_code=options["trust_remote_code"],
     )
+    return load("drop_in", "dataset")(dataset)
 
 
 def is_mix(source: Sequence[str]) -> bool:

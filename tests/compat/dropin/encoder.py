@@ -1,6 +1,7 @@
 """Training code for megatron-energon: crude samples made by two cookers, then grouped or packed.
 
-Arguments: a metadataset and `val`, `train`, `grouped` or `packed`. Prints a line of JSON with what a pass delivers.
+Arguments: a metadataset and `val`, `train`, `grouped` or `packed`. Prints a line of JSON with what a pass delivers. Or
+`saved` and a file: it prints the keys of ten steps, and saves the position after five.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron.energon import (
     cooker,
     edataclass,
     get_loader,
+    get_savable_loader,
     get_train_dataset,
     get_val_dataset,
 )
@@ -78,6 +80,7 @@ class Encoder(DefaultTaskEncoder[Text, Tokens, TokenBatch, dict]):
 
     @stateless(restore_seeds=True, failure_tolerance=3)
     def encode_sample(self, sample: Text) -> Tokens:
+        assert WorkerConfig.active_worker_config.rank_worker_id() == 0
         tokens = torch.tensor(list(sample.text.encode())[:LENGTH])
         return Tokens.derive_from(sample, tokens=tokens, weight=sample.weight, keys=[sample.__key__])
 
@@ -134,23 +137,29 @@ def by_row(batches: list[dict]) -> list:
     return sorted([keys, tokens[:length]] for keys, tokens, length in rows)
 
 
-def main(path: str, mode: str) -> None:
+def main(path: str, mode: str, state: str = "") -> None:
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     if mode == "val":
         dataset = get_val_dataset(path, worker_config=config, batch_size=4, task_encoder=Encoder())
         print(json.dumps(delivered(get_loader(dataset))))
         return
-    encoders = {"train": Encoder, "grouped": GroupingEncoder, "packed": PackingEncoder}
+    encoders = {"train": Encoder, "grouped": GroupingEncoder, "packed": PackingEncoder, "saved": PackingEncoder}
     dataset = get_train_dataset(
         path,
         worker_config=config,
         batch_size=None if mode == "grouped" else 2,
         shuffle_buffer_size=8,
         max_samples_per_sequence=5,
-        packing_buffer_size=8 if mode == "packed" else None,
+        packing_buffer_size=8 if mode in ("packed", "saved") else None,
         task_encoder=encoders[mode](),
-        repeat=mode == "grouped",
+        repeat=mode in ("grouped", "saved"),
     )
+    if mode == "saved":
+        loader = get_savable_loader(dataset)
+        batches = delivered(islice(loader, 5))
+        torch.save(loader.save_state_rank(), state)
+        print(json.dumps([batch["keys"] for batch in [*batches, *delivered(islice(loader, 5))]]))
+        return
     if mode == "train":
         print(json.dumps(by_row(delivered(get_loader(dataset)))))
     elif mode == "grouped":
