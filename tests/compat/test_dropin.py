@@ -142,26 +142,19 @@ def test_commands_run_an_encoder_as_a_program_does(data: Path, tmp_path: Path) -
     packing = "--encoder encoder:PackingEncoder --batch-size 2 --packing-buffer-size 8 --num-workers 0"
     order = "--shuffle-buffer-size 8 --max-samples-per-sequence 5"
 
-    def shown(steps: str, *source: str) -> list[list[list[str]]]:
+    def answer(*words: str) -> Any:
         def child(rank: int) -> str:
             output = io.StringIO()
             sys.path.insert(0, str(PROGRAMS))
             with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-                main(
-                    [
-                        "-m",
-                        "energon_bridge.tools.cli.main",
-                        "preview",
-                        *source,
-                        "--steps",
-                        steps,
-                        *f"{packing} {order}".split(),
-                    ]
-                )
+                main(["-m", "energon_bridge.tools.cli.main", *words, "--json"])
             return output.getvalue()
 
+        return json.loads(run_forked(1, child)[0])
+
+    def shown(steps: str, *source: str) -> list[list[list[str]]]:
         found: dict[int, list[list[str]]] = {}
-        for sample in json.loads(run_forked(1, child)[0])["samples"]:
+        for sample in answer("preview", *source, "--steps", steps, *f"{packing} {order}".split())["samples"]:
             rows = found.setdefault(sample["step"], [[], []])
             rows[sample["row"]].append(sample["key"])
         return list(found.values())
