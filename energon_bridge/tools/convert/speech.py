@@ -8,9 +8,10 @@
     FOLDER/text                `UTTERANCE WORDS…`
     FOLDER/utt2spk             `UTTERANCE SPEAKER`; no speaker that it names is in two splits
 
-The question is the same for all, the answer is the text. A sound with an `offset` becomes a file of its own, FLAC: only
-that part of the recording is decoded and copied, sample by sample as it is; samples of more than 16 bits stay 24, and
-those of codecs with losses become 16. A sound without one is copied as it is, and must be as long as `duration` says.
+The question is the same for all, the answer is the text. A sound with an `offset` becomes a file of its own: only that
+part of the recording is decoded and copied, sample by sample as it is. Integers become FLAC, those of more than 16 bits
+with 24; floats WAV. What codecs with losses (MP3) give becomes FLAC of 24 bits, or WAV if any sample is beyond 1, where
+FLAC clips. A sound without an `offset` is copied as it is, and must be as long as `duration` says.
 
 GigaSpeech's `<COMMA>`, `<PERIOD>`, … are punctuation, and a segment of its `<SIL>`, `<MUSIC>`, … is no speech: skipped.
 Marks of other corpora in brackets (`[noise]`, `{laugh}`, `<unk>`) are learned as they stand; a warning names one.
@@ -42,6 +43,7 @@ from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import CONVERSATIONS, doubts_of, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import (
+    LOOKED_AT,
     FileRef,
     Layout,
     Row,
@@ -79,7 +81,7 @@ _SOUNDS = (".flac", ".wav", ".mp3", ".ogg", ".opus", ".m4a")
 
 @dataclass(frozen=True, slots=True)
 class SoundPart(FileRef):
-    """A part of a sound file, from `begin` for `seconds` (None: to its end), as FLAC; or all of it, if `whole`."""
+    """A part of a sound file, from `begin` for `seconds` (None: to its end); or all of it, if `whole`."""
 
     begin: float
     seconds: float | None
@@ -101,8 +103,8 @@ class SoundPart(FileRef):
         end = length if self.seconds is None else self.begin + self.seconds
         if not self.begin < min(end, length) or end > length + _TOLERANCE:
             raise SourceError(
-                f"{self.path}: has {length:.2f} s of sound, but offset and duration name {self.begin:.2f} to {end:.2f} "
-                "s of it. Correct them."
+                f"{self.path}: has {length:.2f} s of sound, but its list names a start of {self.begin:.2f} and an end "
+                f"of {end:.2f} s. Correct them."
             )
         if self.whole and end >= length - _TOLERANCE:
             return FileRef.read(self)
@@ -115,10 +117,12 @@ class SoundPart(FileRef):
         rate = sound.get_audio_samples_per_second()
         if (lost := min(end, length) - self.begin - clip.shape[1] / rate) > _TOLERANCE:
             raise SourceError(f"{self.path}: lacks {lost:.2f} s of {self.begin:.2f} to {end:.2f} s. Is it cut off?")
+        with sound.open_container() as container:
+            is_exact = container.streams.audio[0].codec_context.codec.lossless
         try:
-            return as_flac(clip.numpy(), rate)
+            return as_file(clip.numpy(), rate, is_exact=is_exact)
         except Exception as error:  # codecs raise anything
-            raise SourceError(f"{self.path}: cannot be written as FLAC: {type(error).__name__}: {error}") from error
+            raise SourceError(f"{self.path}: its part cannot be written: {type(error).__name__}: {error}") from error
 
     def size(self) -> int:
         """Return the size of what `read` returns. Raises SourceError."""
@@ -129,28 +133,45 @@ class SoundPart(FileRef):
         return f"{FileRef.mark(self)} {self.begin} {self.seconds} {self.whole}"
 
 
-def as_flac(samples: np.ndarray, rate: int) -> bytes:
-    """Return samples (channels, samples) as a FLAC file: integers of 32 bits with 24, all others with 16 bits."""
-    if samples.dtype.kind == "f":
-        samples = np.clip(np.rint(samples * 32768), -32768, 32767).astype(np.int16)
+def as_file(samples: np.ndarray, rate: int, *, is_exact: bool) -> bytes:
+    """Return samples (channels, samples) as a FLAC file: integers of 32 bits with 24, others with 16.
+
+    Floats become a WAV file with float32, as training reads them; or FLAC of 24 bits, if not exact and in its range.
+    """
+    is_wav = samples.dtype.kind == "f"
+    if is_wav and not is_exact:
+        steps = np.rint(samples * 2.0**23)
+        is_wav = not np.all((steps >= -(2**23)) & (steps < 2**23))
+        samples = samples if is_wav else steps.astype(np.int32) << 8
     elif samples.dtype == np.uint8:
         samples = (samples.astype(np.int16) - 128) << 8
+    samples = samples.astype(np.float32) if is_wav else samples
+    sample_format = "flt" if is_wav else "s32" if samples.dtype == np.int32 else "s16"
     av = import_av()
-    form = "s32" if samples.dtype == np.int32 else "s16"
     file = io.BytesIO()
-    with av.open(file, "w", format="flac") as out:
+    with av.open(file, "w", format="wav" if is_wav else "flac") as out:
         layout = {1: "mono", 2: "stereo"}.get(len(samples), f"{len(samples)} channels")
-        stream = out.add_stream("flac", rate=rate, layout=layout)
-        stream.codec_context.format = form
-        packed = np.ascontiguousarray(samples.T).reshape(1, -1)
+        stream = out.add_stream("pcm_f32le" if is_wav else "flac", rate=rate, layout=layout)
+        stream.codec_context.format = sample_format
         for start in range(0, samples.shape[1], rate):
-            piece = packed[:, start * len(samples) : (start + rate) * len(samples)]
-            frame = av.AudioFrame.from_ndarray(piece, format=form, layout=layout)
+            piece = np.ascontiguousarray(samples[:, start : start + rate].T).reshape(1, -1)
+            frame = av.AudioFrame.from_ndarray(piece, format=sample_format, layout=layout)
             frame.sample_rate = rate
             frame.pts = start
             out.mux(stream.encode(frame))
         out.mux(stream.encode(None))
     return file.getvalue()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechSample(RowSample):
+    """A sample whose sound is FLAC or WAV: its samples say which, once they are decoded."""
+
+    def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
+        """Return its parts, named by what they are, and the accesses of its fields."""
+        parts, fields = RowSample.read(self)
+        new = {name: f"{name[:-4]}wav" for name, data in parts if name.endswith("flac") and data[:4] == b"RIFF"}
+        return [(new.get(name, name), data) for name, data in parts], {n: new.get(of, of) for n, of in fields.items()}
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -176,6 +197,11 @@ class SpeechSource(TableSource):
         self.prompt = prompt
         self._file, self.text = names
         self._is_named = False
+        there = [str(one.get(self._file)) for one in _first(entries, LOOKED_AT)]
+        there = [name for name in there if os.path.exists(self._media / name)]
+        if there and all(os.path.relpath(self._media / name, self._media).startswith("..") for name in there):
+            with located(self.where):
+                media_file(there[0], self._media)  # says that it leads out, before others are said not to be there
 
     @cached_property
     def grouped_by(self) -> str | None:
@@ -195,10 +221,9 @@ class SpeechSource(TableSource):
             values = {
                 name: value for name, value in entry.items() if name not in (*_TAKEN, "audio", self._file, self.text)
             }
+            row = Row(where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]})
             if any(name in entry for name in CONVERSATIONS) or find_pair(entry) is not None:
-                return Row(
-                    where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]}
-                )
+                return row
             text = _punctuated(entry.get(self.text))
             if not isinstance(text, str) or (text.strip() and not any(map(str.isalnum, text))):  # NeMo's `-`: none
                 raise SourceError(f"`{self.text}` is {shown(text)}, expected what is said in the sound.")
@@ -214,16 +239,16 @@ class SpeechSource(TableSource):
                 )
             self._name_mark(text)
             asked = [{"type": "audio"}, {"type": "text", "text": _asked(self.prompt, entry)}]
-            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
-            values["messages"] = turns
-            return Row(where=where, values=values, files={"audios": (sound,)}, named={self._file: [entry[self._file]]})
+            values["messages"] = [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
+            return row
 
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample to be read; raises SkipSample for one that is not preferred, or is no speech."""
         entry, where = self.entries.entry(number)
         if str(entry.get(self.text)).strip() in _NO_SPEECH:
             raise SkipSample(f"{where}: `{self.text}` is {entry[self.text]!r}: no speech")
-        return super().sample(number, layout)
+        sample = super().sample(number, layout)
+        return SpeechSample(**{name: getattr(sample, name) for name in RowSample.__slots__})
 
     def _name_mark(self, text: str) -> None:
         """Log a mark that a text has, once."""
@@ -285,9 +310,9 @@ _NO_PATH = re.compile(r"\|\s*$|^\||^-$|:\d+$")
 """Kaldi's extended filenames that are no paths."""
 
 
-def _first(entries: ListedEntries | LineEntries) -> list[Mapping[str, Any]]:
+def _first(entries: ListedEntries | LineEntries, count: int = _LOOKED_AT) -> list[Mapping[str, Any]]:
     found = []
-    for number in range(min(_LOOKED_AT, len(entries))):
+    for number in range(min(count, len(entries))):
         with suppress(SourceError):
             found.append(entries.entry(number)[0])
     return found
@@ -342,7 +367,7 @@ def open_librispeech(root: Path, media: Path | None, prompt: str) -> SpeechSourc
     found: list[tuple[str, dict[str, Any]]] = []
     for path in sorted(root.rglob(f"*{TRANSCRIPTS}")):
         part = folder_split(path.relative_to(root).as_posix().lower())
-        for name, text in _lines(path):
+        for _, name, text in _lines(path):
             sounds = [sound for end in _SOUNDS if (sound := path.with_name(name + end)).exists()]
             file = os.path.relpath(sounds[0] if sounds else path.with_name(name + _SOUNDS[0]), root)
             entry = {"id": name, _FILE: file, "text": text, _SPEAKERS[0]: name.partition("-")[0]}
@@ -364,17 +389,21 @@ def open_librispeech(root: Path, media: Path | None, prompt: str) -> SpeechSourc
 
 def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
     """Open a folder of Kaldi; raises SourceError if a file is missing or cannot be read."""
-    texts = dict(_lines(folder / "text"))
-    recordings = dict(_lines(folder / "wav.scp"))
-    media = media or _root_of(folder, next(iter(recordings.values()), ""))
+    texts = {name: rest for _, name, rest in _lines(folder / "text")}
+    recordings = {name: rest for _, name, rest in _lines(folder / "wav.scp")}
+    relative = (path for path in recordings.values() if not (os.path.isabs(path) or _NO_PATH.search(path)))
+    media = media or _root_of(folder, next(relative, ""))
     listed = "segments" if (folder / "segments").exists() else "wav.scp"
+    places: dict[str, dict[str, Any] | SourceError] = {name: {_FILE: path} for name, path in recordings.items()}
     if listed == "segments":
-        places = {name: _segment(rest, recordings) for name, rest in _lines(folder / "segments")}
-    else:
-        places = {name: {_FILE: path} for name, path in recordings.items()}
-    told = dict(_lines(folder / "utt2spk")) if (folder / "utt2spk").exists() else {}
+        path = folder / listed
+        places = {name: _segment(rest, recordings, f"{path}, line {at} (id {name})") for at, name, rest in _lines(path)}
+    told = {name: rest for _, name, rest in _lines(folder / "utt2spk")} if (folder / "utt2spk").exists() else {}
     said_by = {name: {_SPEAKERS[0]: told[name]} for name in places if name in told}
-    entries = [{"id": name, **of, "text": texts.get(name), **said_by.get(name, {})} for name, of in places.items()]
+    entries = [
+        of if isinstance(of, SourceError) else {"id": name, **of, "text": texts.get(name), **said_by.get(name, {})}
+        for name, of in places.items()
+    ]
     found = ListedEntries(folder, entries, unit="utterance", first=1, is_utf8=False)
     source = SpeechSource(folder / listed, found, media, "Kaldi folder", prompt)
     if rest := len(texts.keys() - places.keys()):
@@ -384,12 +413,11 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
 
 def _root_of(folder: Path, name: str) -> Path:
     """Return what paths are relative to: the folder, or that from where a recipe runs, above its `data/train`."""
-    above = (folder, *folder.absolute().parents[:2]) if name and not os.path.isabs(name) else (folder,)
-    return next((one for one in above if (one / name).is_file()), folder)
+    return next((one for one in (folder, *folder.absolute().parents[:2]) if (one / name).is_file()), folder)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the first word of each line, and the rest as it stands, as Kaldi cuts them. Raises SourceError."""
+def _lines(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield the number of each line, its first word, and the rest as it stands, as Kaldi cuts. Raises SourceError."""
     try:
         text = path.read_text("utf-8", "surrogateescape")  # a bad line fails alone, as an entry
     except (OSError, ValueError) as error:
@@ -401,20 +429,21 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             raise SourceError(f"{path}, line {number}: {name!r} is there twice. Give it another name.")
         if name:
             seen.add(name)
-            yield name, rest
+            yield number, name, rest
 
 
 _LINE = re.compile(r"[ \t\r\f\v]*([^ \t\r\f\v]*)[ \t\r\f\v]*(.*?)[ \t\r\f\v]*\Z", re.DOTALL)
 """Blanks are those of C's `isspace`: others, such as U+3000, belong to a text."""
 
 
-def _segment(rest: str, recordings: Mapping[str, str]) -> dict[str, Any]:
-    """Return where a segment lies; what is wrong with it is said when its row is read."""
-    recording, *times = rest.split()[:4]
-    place = {_FILE: recordings.get(recording, f"{recording} is not in wav.scp"), "offset": times[0] if times else "?"}
-    place |= {"channel": times[2]} if len(times) > 2 else {}
+def _segment(rest: str, recordings: Mapping[str, str], where: str) -> dict[str, Any] | SourceError:
+    """Return where a segment lies, or what is wrong with it, which is said when its row is read."""
+    recording, *times = rest.split()[:4] or [""]
+    if recording not in recordings:
+        return SourceError(f"{where}: recording {recording!r} is not in wav.scp. Correct it, or leave the line out.")
     with suppress(ValueError, IndexError):
-        begin = float(times[0])
-        end = float(times[1])
-        return place if end == -1 else {**place, "duration": end - begin}  # -1: to the end of the recording
-    return {**place, "duration": rest}
+        begin, end = float(times[0]), float(times[1])
+        if begin >= 0 and (begin < end < math.inf or end == -1):  # -1: to the end of the recording
+            place = {_FILE: recordings[recording], "offset": begin, "duration": None if end == -1 else end - begin}
+            return place | ({"channel": times[2]} if len(times) > 2 else {})
+    return SourceError(f"{where}: start and end are {' '.join(times[:2])[:60]!r}, expected seconds, in that order.")

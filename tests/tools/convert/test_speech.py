@@ -23,9 +23,11 @@ soundfile = pytest.importorskip("soundfile")
 RATE = 16000
 
 
-def written(path: Path, seconds: float, *, seed: int = 3, channels: int = 1, rate: int = RATE, **form: str) -> Path:
+def written(
+    path: Path, seconds: float, *, seed: int = 3, channels: int = 1, rate: int = RATE, loud: float = 1 / 8, **form: str
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    noise = np.random.default_rng(seed).standard_normal((round(seconds * rate), channels)) / 8
+    noise = np.random.default_rng(seed).standard_normal((round(seconds * rate), channels)) * loud
     soundfile.write(path, noise, rate, **form)
     return path
 
@@ -136,36 +138,56 @@ def test_marks_of_gigaspeech(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    ("ending", "form", "channels", "near"),
+    ("ending", "form", "channels", "loud", "near", "stored"),
     [
-        ("wav", {"subtype": "PCM_16"}, 2, 0),
-        ("wav", {"subtype": "PCM_24"}, 1, 0),
-        ("wav", {"subtype": "PCM_U8"}, 1, 0),
-        ("wav", {"subtype": "FLOAT"}, 1, 2**-15),
-        ("flac", {"subtype": "PCM_24"}, 2, 0),
-        ("ogg", {"subtype": "VORBIS"}, 1, 2**-14),
-        ("mp3", {}, 1, 2**-10),
+        ("wav", {"subtype": "PCM_16"}, 2, 1 / 8, 0, ("FLAC", "PCM_16")),
+        ("wav", {"subtype": "PCM_24"}, 1, 1 / 8, 0, ("FLAC", "PCM_24")),
+        ("wav", {"subtype": "PCM_U8"}, 1, 1 / 8, 0, ("FLAC", "PCM_16")),
+        ("flac", {"subtype": "PCM_24"}, 2, 1 / 8, 0, ("FLAC", "PCM_24")),
+        ("wav", {"subtype": "FLOAT"}, 1, 1e-4, 0, ("WAV", "FLOAT")),
+        ("wav", {"subtype": "FLOAT"}, 2, 1 / 2, 0, ("WAV", "FLOAT")),
+        ("aiff", {"subtype": "FLOAT"}, 3, 1 / 2, 0, ("WAV", "FLOAT")),
+        ("wav", {"subtype": "DOUBLE"}, 1, 1 / 2, 0, ("WAV", "FLOAT")),
+        ("ogg", {"subtype": "VORBIS"}, 1, 1 / 8, 2**-20, ("FLAC", "PCM_24")),
+        ("ogg", {"subtype": "VORBIS"}, 1, 1 / 2, 2**-20, ("WAV", "FLOAT")),
+        ("mp3", {}, 1, 1 / 8, 2**-18, ("FLAC", "PCM_24")),
+        ("mp3", {}, 2, 1 / 2, 2**-16, ("WAV", "FLOAT")),
     ],
 )
 def test_parts_of_all_kinds_of_sounds(
-    tmp_path: Path, ending: str, form: dict[str, str], channels: int, near: float
+    tmp_path: Path,
+    ending: str,
+    form: dict[str, str],
+    channels: int,
+    loud: float,
+    near: float,
+    stored: tuple[str, str],
 ) -> None:
-    path = written(tmp_path / f"long.{ending}", 6, channels=channels, rate=24000, **form)
+    """Two decoders differ in the last bits of what has losses; all else is equal, also beyond 1 and if quiet."""
+    path = written(tmp_path / f"long.{ending}", 6, channels=channels, rate=24000, loud=loud, **form)
     lines(tmp_path / "m.json", [{"audio_filepath": path.name, "offset": 2.5, "duration": 1.25, "text": "a"}] * 2)
     convert(tmp_path / "m.json", tmp_path / "out")
-    got, rate = sound_in(delivered(tmp_path / "out")[0])
-    expected, _ = soundfile.read(path, start=60000, frames=30000, always_2d=True)
-    assert (rate, got.shape) == (24000, expected.shape)
-    assert np.abs(got - expected).max() <= near
+    (decoder,) = delivered(tmp_path / "out")[0].audios
+    expected, _ = soundfile.read(path, start=60000, frames=30000, always_2d=True, dtype="float32")
+    (heard,) = decoder.get_audio_clips([(0, 1.25)])[0]
+    got, rate = soundfile.read(io.BytesIO(decoder.stream), always_2d=True, dtype="float32")
+    for sound in (got, heard.numpy().T):
+        assert (rate, sound.shape) == (24000, expected.shape)
+        assert np.abs(sound - expected).max() <= near
+    told = soundfile.info(io.BytesIO(decoder.stream))
+    assert (told.format, told.subtype) == stored
+    with tarfile.open(tmp_path / "out/train/00000.tar") as tar:
+        (ends,) = {name.rpartition(".")[2] for name in tar.getnames() if not name.endswith(".json")}
+    assert ends == stored[0].lower()[: len(ends)]
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
         ({"duration": 3.0}, '"offset": 0'),
-        ({"duration": 9.0}, "5.00 s of sound, but offset and duration name 0.00 to 9.00 s"),
-        ({"offset": 6, "duration": 1}, "name 6.00 to 7.00 s"),
-        ({"offset": 1, "duration": 0}, "name 1.00 to 1.00 s"),
+        ({"duration": 9.0}, "5.00 s of sound, but its list names a start of 0.00 and an end of 9.00 s"),
+        ({"offset": 6, "duration": 1}, "a start of 6.00 and an end of 7.00 s"),
+        ({"offset": 1, "duration": 0}, "a start of 1.00 and an end of 1.00 s"),
         ({"offset": -1, "duration": 1}, "`offset` is '-1', expected seconds"),
         ({"offset": 1, "duration": "long"}, "`duration` is 'long', expected seconds"),
         ({"text": None}, "`text` is null, expected what is said"),
@@ -370,13 +392,34 @@ def test_what_kaldi_cannot_give_is_named(tmp_path: Path) -> None:
     assert "Skipped 3 samples" in told
     for words in (
         "(id utt1): 'flac -c -d rec1.flac |' is a command",
-        "rec7 is not in wav.scp",
-        "(id utt4): `duration`",
+        f"{tmp_path}/data/segments, line 2 (id utt2): recording 'rec7' is not in wav.scp",
+        f"{tmp_path}/data/segments, line 4 (id utt4): start and end are '2', expected seconds",
     ):
         assert words in told
     assert [said(one)[1] for one in delivered(tmp_path / "out")] == ["C"]
     (tmp_path / "data/text").unlink()
     assert "has wav.scp and text" in energon("convert", tmp_path / "data", tmp_path / "o").output
+
+
+@pytest.mark.parametrize(
+    ("segment", "message"),
+    [
+        ("rec1 2 x", "line 3 (id utt2): start and end are '2 x', expected seconds"),
+        ("rec1 2 1.5", "line 3 (id utt2): start and end are '2 1.5', expected seconds, in that order"),
+        ("rec1 -2 1", "line 3 (id utt2): start and end are '-2 1'"),
+        ("rec1 0 nan", "line 3 (id utt2): start and end are '0 nan'"),
+        ("", "line 3 (id utt2): recording '' is not in wav.scp"),
+        ("rec1 2 9", "rec1.wav: has 4.00 s of sound, but its list names a start of 2.00 and an end of 9.00 s"),
+    ],
+)
+def test_times_of_segments_have_kaldis_names(tmp_path: Path, segment: str, message: str) -> None:
+    kaldi(tmp_path / "data", segments=True)
+    (tmp_path / "data/segments").write_text(f"utt1 rec1 0.5 1.75\n\nutt2 {segment}\n")
+    told = refusal_of("convert", tmp_path / "data", tmp_path / "out", "--no-progress", "--num-workers", 1)
+    assert message in told
+    assert "--media" not in told
+    assert "Skipped 1 sample" in convert(tmp_path / "data", tmp_path / "out", "--on-error", "skip")
+    assert [said(one)[1] for one in delivered(tmp_path / "out")] == ["HELLO THERE"]
 
 
 def speakers_of(out: Path) -> dict[str, set[str]]:
@@ -654,6 +697,36 @@ def test_absolute_paths_of_kaldi_ask_for_a_folder_that_has_all(tmp_path: Path) -
     for number, media in enumerate((tmp_path, tmp_path / "sounds", "/")):
         convert(data, tmp_path / f"out{number}", "--media", media)
         assert [said(one)[1] for one in delivered(tmp_path / f"out{number}")] == ["ONE", "TWO"]
+
+
+@pytest.mark.parametrize("form", ["kaldi", "nemo"])
+def test_absolute_paths_beside_relative_ones_are_told_of_too(tmp_path: Path, form: str) -> None:
+    sounds = [written(tmp_path / f"sounds/{name}.wav", 0.5) for name in ("anna", "bert")]
+    source = tmp_path / "a/b/c/recipe"
+    source.mkdir(parents=True)
+    for names in (["sounds/anna.wav", str(sounds[1])], [str(sounds[0]), "sounds/bert.wav"]):
+        if form == "kaldi":
+            (source / "wav.scp").write_text("".join(f"u{n} {name}\n" for n, name in enumerate(names)))
+            (source / "text").write_text("u0 ONE\nu1 TWO\n")
+        else:
+            rows = [{"audio_filepath": name, "text": text} for name, text in zip(names, ("ONE", "TWO"), strict=True)]
+            source = lines(tmp_path / "a/b/c/recipe/m.jsonl", rows)
+        told = refusal_of("convert", source, tmp_path / "out", "--no-progress")
+        assert f"leads out of {tmp_path}/a/b/c/recipe. Name a folder that has all files" in told
+        assert f"--media {tmp_path}/sounds, or {tmp_path}, which has both" in told
+        convert(source, tmp_path / f"out {names[0][0]}", "--media", tmp_path)
+        assert [said(one)[1] for one in delivered(tmp_path / f"out {names[0][0]}")] == ["ONE", "TWO"]
+
+
+def test_a_recipe_of_kaldi_may_begin_with_an_absolute_path(tmp_path: Path) -> None:
+    data = tmp_path / "data/train"
+    data.mkdir(parents=True)
+    one = written(tmp_path / "wavs/one.wav", 0.5)
+    written(tmp_path / "wavs/two.wav", 0.5)
+    (data / "wav.scp").write_text(f"u0 {one}\nu1 wavs/two.wav\n")
+    (data / "text").write_text("u0 ONE\nu1 TWO\n")
+    convert(data, tmp_path / "out")
+    assert [said(one)[1] for one in delivered(tmp_path / "out")] == ["ONE", "TWO"]
 
 
 def test_a_sound_that_cannot_be_opened_is_named_once(tmp_path: Path) -> None:
