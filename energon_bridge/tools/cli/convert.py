@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ import numpy as np
 
 from energon_bridge.core.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.core.format.field_map import describe_fields
+from energon_bridge.core.format.media import MAX_PIXELS
 from energon_bridge.core.format.tar import parse_sample
 from energon_bridge.core.format.tar_index import index_name
 from energon_bridge.core.prepare.split import SplitRule, parse_ratio
@@ -47,7 +48,14 @@ from energon_bridge.tools.cli.prepare_options import (
 from energon_bridge.tools.columns.stored import read_columns
 from energon_bridge.tools.convert.arrow import ArrowSource
 from energon_bridge.tools.convert.conversations import by_options, is_conversation
-from energon_bridge.tools.convert.conversion import MOST_BAD, check_first_files, convert, convert_task, stopped
+from energon_bridge.tools.convert.conversion import (
+    check_first_files,
+    convert,
+    convert_task,
+    message_of,
+    stopped,
+    without_repeated,
+)
 from energon_bridge.tools.convert.finish import SKIPPED, Converted, shards_before
 from energon_bridge.tools.convert.group_splits import groups_in, parted_groups
 from energon_bridge.tools.convert.hub import download, is_hub, stream
@@ -67,7 +75,7 @@ from energon_bridge.tools.convert.lists import (
 )
 from energon_bridge.tools.convert.options import ConvertOptions
 from energon_bridge.tools.convert.rows import Layout, Source, check_layout, first_rows, is_filled
-from energon_bridge.tools.convert.shard_plan import propose_samples_per_shard, split_numbers
+from energon_bridge.tools.convert.shard_plan import propose_samples_per_shard, sample_at, split_numbers
 from energon_bridge.tools.convert.sources import KINDS, open_source
 from energon_bridge.tools.convert.speech import PROMPT
 from energon_bridge.tools.convert.split_rows import by_own_split
@@ -90,6 +98,8 @@ _DOUBTFUL = (
     "tokens of models in a text (<|im_end|>, <image>), which models that know them do not read as letters, or training "
     "refuses (take them out of the source, or write them with a space inside)",
     f"a picture far larger than others of its shard. {TO_SCALE_DOWN}",
+    f"a picture of more than {MAX_PIXELS:,} pixels, which training refuses to decode. To scale such down: energon "
+    f"convert --max-pixels {MAX_PIXELS} --overwrite, or fewer",
 )
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -258,9 +268,14 @@ def command(
     _show(opened, options, told_by)
     if dry_run:
         looked_at = min(_LOOKED_AHEAD if hasattr(opened, "entry") else _SHOWN, len(opened))  # of lists, for their files
-        if (bad := _next_bad(opened, layout, _SHOWN, looked_at)) and not options.skip_errors:
+        layout = without_repeated(opened, options, looked_at).layout
+        if (bad := _failing(opened, layout, range(looked_at), options)) and not options.skip_errors:
             raise stopped(*bad)
-        click.echo(f"A dry run: it looked only at the first {looked_at:,} samples, and wrote nothing to {out}.")
+        _show_some(bad, f"Skipped {count_of(len(bad), 'sample')}", f"which a run names in {out}/{SKIPPED}")
+        which = "at all" if looked_at == len(opened) else "only at the first"
+        click.echo(
+            f"A dry run: it looked {which} {looked_at:,} samples, and wrote nothing to {out}. Media stayed closed."
+        )
         return None
     doing = choose_engine(engine, address, num_workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
@@ -487,7 +502,8 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             parts = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sample.sizes())
         except (SourceError, SkipSample) as error:
             if not options.skip_errors and isinstance(error, SourceError):
-                raise stopped(error, *_next_bad(source, layout, number + 1)) from error
+                ahead = range(number, min(_LOOKED_AHEAD, len(source)))
+                raise stopped(*_failing(source, layout, ahead, options)) from error
             click.echo(f"Sample {number} is skipped: {error}")
             continue
         click.echo(f"Sample {sample.key}: {parts}")
@@ -496,17 +512,16 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
             click.echo("  " + str(shorten(values)))
 
 
-def _next_bad(source: Source, layout: Layout, first: int, end: int = _LOOKED_AHEAD) -> list[str]:
-    """Return what is wrong with the next samples, of which none is read."""
+def _failing(source: Source, layout: Layout, numbers: Iterable[int], options: ConvertOptions) -> list[str]:
+    """Return what is wrong with samples, of which none is read; with `skip_errors`, also why they are left out."""
     bad: list[str] = []
-    for number in range(first, min(end, len(source))):
+    for number in numbers:
+        sample = sample_at(source, layout, number)
         try:
-            with suppress(SkipSample):
-                source.sample(number, layout).sizes()
-        except (SourceError, SampleError) as error:
-            bad.append(str(error))
-        if len(bad) == MOST_BAD - 1:
-            break
+            sample.sizes()
+        except (SourceError, SampleError, SkipSample) as error:
+            if options.skip_errors or not isinstance(error, SkipSample):
+                bad.append(message_of(sample, error))
     return bad
 
 
@@ -607,16 +622,13 @@ def _report_doubtful(out: Path, done: Converted, options: ConvertOptions) -> Non
         what = "caption" if "caption" in options.layout.fields else "text or answer"
         empty = f"{count} with an empty {what}: training skips and counts those that have no text to learn"
         remedy = "an encoder of your own gets them; to leave one out, take it out of the source"
-    doubtful = zip((done.missing, done.escaped, done.marked, done.large), _DOUBTFUL, strict=True)
+    doubtful = zip((done.missing, done.escaped, done.marked, done.large, done.too_large), _DOUBTFUL, strict=True)
     for many, title, rest in (
         (done.skipped, f"Skipped {count_of(len(done.skipped), 'sample')}", f"all in {out}/{SKIPPED}"),
         (done.empty, f"{empty} ({remedy})", "which --json lists"),
         *((many, f"{count_of(len(many), 'sample')} with {what}", "which --json lists") for many, what in doubtful),
     ):
-        for message in [f"{title}:", *(f"  {one}" for one in many[:5])] if many else ():
-            click.echo(message)
-        if len(many) > 5:
-            click.echo(f"  … and {len(many) - 5:,} more, {rest}")
+        _show_some(many, title, rest)
     if done.num_long:
         click.echo(f"{count_of(done.num_long, 'sound')} of more than 30 s. {TO_LEAVE_OUT_LONG}.")
     if done.num_unread:
@@ -628,6 +640,13 @@ def _report_doubtful(out: Path, done: Converted, options: ConvertOptions) -> Non
         click.echo(f"{said}: energon lint {out} names them.{remedy}")
         for one in needs:
             click.echo(f"  Some may need a package. {one}, then energon prepare-media {out}")
+
+
+def _show_some(many: Sequence[str], title: str, rest: str) -> None:
+    for message in [f"{title}:", *(f"  {one}" for one in many[:5])] if many else ():
+        click.echo(message)
+    if len(many) > 5:
+        click.echo(f"  … and {len(many) - 5:,} more, {rest}")
 
 
 def _report_next(out: Path, done: Converted, layout: Layout) -> None:

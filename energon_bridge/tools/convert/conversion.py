@@ -65,7 +65,6 @@ from energon_bridge.tools.convert.options import (
     key_of_options,
 )
 from energon_bridge.tools.convert.rows import (
-    Layout,
     Source,
     SourceSample,
     contents_of,
@@ -97,6 +96,7 @@ def convert(
     change (unless `overwrite`) or, with `finish`, if shards are missing.
     """
     check_options(options)
+    options = without_repeated(source, options, len(source))
     with PartsFolder(Path(out), lock="alone") as parts:
         plan, description = _begin(parts, source, options, overwrite=overwrite)
         skipped: list[str] = []
@@ -146,6 +146,7 @@ def convert_task(
     what `convert` raises.
     """
     check_options(options)
+    options = without_repeated(source, options, len(source))
     with PartsFolder(Path(out), lock="shared") as parts:
         plan, _ = _begin(parts, source, options, overwrite=False)
         doing = partial(_make_shard, parts.root, options, False, False)
@@ -159,8 +160,6 @@ def _begin(
     _check_folder(parts, describe_conversion(source, options, ()), overwrite=overwrite)
     now = {name: count for _, name, count in segments_of(source)}
     runs = [now] if overwrite else _runs(parts.root, source, now)
-    if options.layout.key is not None:
-        _check_keys(source, options.layout)
     plan = list(shards_of_plan(source, options, runs))
     planned = {shard for shard, _ in plan}
     if not overwrite and (gone := [shard for shard in shards_before(parts.root) if shard not in planned]):
@@ -204,15 +203,29 @@ def _runs(root: Path, source: Source, now: Mapping[str, int]) -> list[Mapping[st
     return runs if runs[-1] == now else [*runs, now]
 
 
-def _check_keys(source: Source, layout: Layout) -> None:
-    """Raise ConfigurationError if the columns of keys give two samples one key."""
-    keys = (sample_at(source, layout, number).key or f"\0{number}" for number in range(len(source)))
-    if (pair := min(equal_keys(keys), default=None)) is not None:
-        one, other = (sample_at(source, layout, number) for number in pair)
-        raise ConfigurationError(
-            f"{one.where} and {other.where} have one key, {one.key!r}: make it of columns that differ, such as --field "
-            f"'__key__={layout.key}-{{COLUMN}}'."
-        )
+def without_repeated(source: Source, options: ConvertOptions, count: int) -> ConvertOptions:
+    """Return options by which rows among the first `count` fail that repeat another, where keys are made of columns.
+
+    Raises ConfigurationError for two with one key that differ, or if samples that fail are not skipped.
+    """
+    layout = options.layout
+    if layout.key is None:
+        return options
+    keys = (sample_at(source, layout, number).key or f"\0{number}" for number in range(count))
+    repeated: dict[int, str] = {}
+    for first, second in sorted(equal_keys(keys)):
+        one, other = source.row(first), source.row(second)
+        is_same = replace(one, where=other.where) == other
+        if not (is_same and options.skip_errors):
+            key = sample_at(source, layout, first).key
+            raise ConfigurationError(
+                f"{one.where} and {other.where} have one key, {key!r}: make it of columns that differ, such as "
+                f"--field '__key__={layout.key}-{{COLUMN}}', or delete one of the rows"
+                + " (they are equal: --on-error skip leaves out the later one)" * is_same
+                + "."
+            )
+        repeated[second] = f"{other.where}: repeats {one.where}."
+    return replace(options, layout=replace(layout, repeated=repeated))
 
 
 def _make_shards(
@@ -307,7 +320,7 @@ def _make_shard(
                     content = [(part, reencoded(part, data, options)) for part, data in content]
                 shard.add(sample.key, content, fields)
             except (SourceError, SampleError, SkipSample) as error:
-                message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
+                message = message_of(sample, error)
                 if was_other and not options.skip_errors and not isinstance(error, SkipSample):
                     raise SourceError(f"{root}: {job.shard} cannot stay: {message} {_REPLACING}") from error
                 if not options.skip_errors and not isinstance(error, SkipSample):
@@ -333,6 +346,11 @@ def _make_shard(
     if before is not None and was_other and (root / job.shard).exists():
         _keep_if_same(root, job, before, record)
     return was_other, record.skipped
+
+
+def message_of(sample: SourceSample, error: Exception) -> str:
+    """Return what is said of a sample that fails, or is left out: its place and the reason."""
+    return str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
 
 
 def _check_keys_stay(root: Path, job: ShardJob, before: ShardRecord, keys: Sequence[str]) -> None:
@@ -448,10 +466,10 @@ MOST_BAD = 10
 
 def stopped(first: object, *more: object) -> SourceError:
     """Return the error of samples at which a conversion stops, with the flag that leaves such samples out."""
-    others = "".join(f"\n  {one}" for one in more)
+    others = "".join(f"\n  {one}" for one in more[: MOST_BAD - 1])
     return SourceError(
         f"{str(first).removesuffix('.')}. To leave such samples out: --on-error skip."
-        + (f" These fail, too{' (more may)' * (len(more) + 1 == MOST_BAD)}:{others}" if more else "")
+        + (f" These fail, too{' (more may)' * (len(more) + 1 >= MOST_BAD)}:{others}" if more else "")
     )
 
 

@@ -7,11 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from energon_bridge.core.format.media import kind_by_name
+from energon_bridge.core.format.media import MAX_PIXELS, kind_by_name
 from energon_bridge.core.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.core.format.tar_index import index_name
 from energon_bridge.core.prepare.indexing import RECORD_SUFFIX, ShardRecord
@@ -42,7 +43,7 @@ class Converted:
     out of samples that also have a preferred one. `empty` has the places of samples with an empty answer, `missing` of
     those whose answer seems to be a missing value (`N/A`), `escaped` of those with entities of HTML in a text,
     `marked` of those with tokens of models in one. `num_long` sounds are longer than many models hear, `large` pictures
-    far larger than others of their shard.
+    far larger than others of their shard, `too_large` those of so many pixels that training does not decode them.
     """
 
     shard_counts: dict[str, int]
@@ -60,6 +61,7 @@ class Converted:
     needed: tuple[str, ...] = ()
     num_long: int = 0
     large: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
 
 
 def _is_long(row: Sequence[str]) -> bool:
@@ -151,6 +153,8 @@ def finish_dataset(
             store.delete(index_name(gone))
             store.delete(_record_name(gone))
     parts.remove()
+    sizes = [_sizes(record) for record in shards.values()]
+    too_large = [f"{name} ({width} x {height})" for name, width, height in chain(*sizes) if width * height > MAX_PIXELS]
     unread = sum(map(num_unread, shards.values()), Counter[str]()) if options.media else Counter[str]()
     return Converted(
         shard_counts=counts,
@@ -166,7 +170,8 @@ def finish_dataset(
         escaped=_places(shards, "escaped"),
         marked=_places(shards, "marked"),
         num_long=sum(map(_is_long, (row for record in shards.values() for row in record.media))),
-        large=tuple(one for record in shards.values() for one in far_larger(_sizes(record))),
+        large=tuple(one for one in chain(*map(far_larger, sizes)) if one not in too_large),
+        too_large=tuple(too_large),
     )
 
 

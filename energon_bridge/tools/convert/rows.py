@@ -237,7 +237,8 @@ class Layout:
     what answers to choices are. Rows that are read `in_place`, not converted, have their layout from a dataset.yaml,
     others from flags. `held_out` is whether the first rows say that they are of validation or test data, and all must
     say the same; None: they say nothing of it, or the names of files tell the splits. `key` is that of a
-    sample, with columns in braces; None: its number, or what the source says.
+    sample, with columns in braces; None: its number, or what the source says. Rows whose numbers are `repeated` fail,
+    for the reason there.
     """
 
     sample_type: str
@@ -251,6 +252,7 @@ class Layout:
     held_out: bool | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
+    repeated: Mapping[int, str] = field(default_factory=dict)
 
     def naming(self, field: str, column: str = "COLUMN") -> str:
         """Return how to say from which column a field comes."""

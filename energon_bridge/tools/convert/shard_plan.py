@@ -35,12 +35,12 @@ class _FailedSample:
     """A sample that could not even be named; it fails when it is read, or is left out then."""
 
     where: str
-    error: SourceError | SkipSample
+    error: SourceError | SampleError | SkipSample
     key: str = ""
     num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
-        raise SourceError(str(self.error))
+        raise self.error
 
     def mark(self) -> str:
         return str(self.error)
@@ -196,7 +196,9 @@ class ShardJobs(Sequence[ShardJob]):
 def sample_at(source: Source, layout: Layout, number: int) -> SourceSample:
     """Return a sample, not read yet; one that cannot be made fails when it is read."""
     try:
+        if number in layout.repeated:
+            raise SourceError(layout.repeated[number])
         return source.sample(number, layout)
-    except (SourceError, SkipSample) as error:
+    except (SourceError, SampleError, SkipSample) as error:
         named = str(error).startswith(source.where)
         return _FailedSample(source.where if named else f"{source.where}, sample {number}", error)

@@ -520,6 +520,24 @@ def test_a_picture_far_larger_than_others_is_named(tmp_path: Path, caplog: pytes
         assert ["padded to it" in message for message in caplog.messages] == [True] * is_large
 
 
+def test_a_picture_that_training_refuses_to_decode_is_named_by_convert(tmp_path: Path) -> None:
+    """The one that lint finds, and not again as one that is only larger than others."""
+    for name, size in (("above", (14000, 10000)), ("a", (64, 48)), ("b", (9, 9))):
+        Image.new("1", size).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text("a wall")
+    flags = ("--split-ratio", "1,0,0", "--no-progress")
+    told = output_of("convert", tmp_path, tmp_path / "out", *flags)
+    assert "1 sample with a picture of more than 89,478,485 pixels, which training refuses to decode. " in told
+    assert "energon convert --max-pixels 89478485 --overwrite" in told
+    assert told.count("above.png (14000 x 10000)") == 1
+    assert "far larger" not in told
+    code, report = lint(tmp_path / "out")
+    assert (code, [problem["key"] for problem in report["problems"]]) == (1, ["above"])
+    told = output_of("convert", tmp_path, tmp_path / "out", *flags, "--overwrite", "--max-pixels", "1000000")
+    assert "refuses to decode" not in told
+    assert lint(tmp_path / "out")[0] == 0
+
+
 @pytest.mark.parametrize("model", ["tiny-llava", "mine:encoder", "run.yaml"])
 def test_what_is_no_model_is_told_from_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -851,6 +851,47 @@ def test_keys_of_columns_stay_when_rows_are_inserted(tmp_path: Path, key: str) -
     assert "have one key, 's2'" in refused
 
 
+def test_rows_that_repeat_others_are_left_out_when_asked(tmp_path: Path) -> None:
+    """By a dry run as by the run; rows of one key that differ in a column stop both."""
+    source = photographs(tmp_path, 12)
+    lines = source.read_text().splitlines()
+    flags = ("--split-ratio", "1,0,0", "--samples-per-shard", "5", "--field", "__key__=image")
+    source.write_text("\n".join([*lines[:5], lines[1], lines[1], '{"image": "gone.png"}', *lines[5:]]) + "\n")
+    skipped = [f"{source}, line {line}: repeats {source}, line {of}." for line, of in ((6, 2), (7, 6))]
+    for dry in ([], ["--dry-run"]):
+        message = refused(source, tmp_path / "out", *flags, *dry)
+        assert "line 2 and" in message
+        assert "or delete one of the rows (they are equal: --on-error skip leaves out the later one)." in message
+        told = convert(source, tmp_path / "out", *flags, "--on-error", "skip", *dry)
+        assert f"Skipped 3 samples:\n  {skipped[0]}\n  {skipped[1]}\n  {source}, line 8: " in told
+    assert {name.split(".")[0] for name in members(tmp_path / "out")} == {f"p{number}" for number in range(12)}
+    named = (tmp_path / "out/.nv-meta/convert/skipped.txt").read_text().splitlines()
+    assert named[:2] == skipped
+    with source.open("a") as file:
+        file.write(f"{lines[3]}\n")
+    told = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert "Skipped 4 samples:" in told
+    assert f"  {source}, line 16: repeats {source}, line 4." in told
+    source.write_text("\n".join([*lines, lines[1].replace("a cat", "a dog")]) + "\n")
+    for dry in ([], ["--dry-run"]):
+        message = refused(source, tmp_path / "other", *flags, "--on-error", "skip", *dry)
+        assert "'__key__={image}-{COLUMN}', or delete one of the rows." in message
+
+
+def test_a_dry_run_names_what_the_run_skips(tmp_path: Path) -> None:
+    source = photographs(tmp_path, 12)
+    for number in (0, *range(4, 10)):
+        (tmp_path / f"p{number}.png").unlink()
+    said = []
+    for dry in (["--dry-run"], []):
+        told = convert(source, tmp_path / "out", "--split-ratio", "1,0,0", "--on-error", "skip", *dry)
+        said.append(told.partition("Skipped 7 samples:\n")[2].splitlines()[:5])
+        assert ("it looked at all 12 samples, and wrote nothing" in told) == bool(dry)
+        assert "\n  … and 2 more, " in told
+    assert [line.split(":")[0] for line in said[0]] == [f"  {source}, line {n}" for n in (1, 5, 6, 7, 8)]
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_what_an_earlier_run_stored_is_left_out_when_asked(tmp_path: Path, is_finished: bool) -> None:
     """A run with --on-error skip writes shards again that have media which cannot be opened."""
