@@ -168,7 +168,7 @@ def _listed(column: str, value: Any) -> Options | None:
     """Return the choices in a column: a list, objects of label and text, texts by label, or a text that has them."""
     if isinstance(value, str):
         inner = value.strip()
-        parsed = _parsed(inner) if inner[:1] in ("[", "{") and inner[-1:] in ("]", "}") else None
+        parsed = from_text(inner) if inner[:1] in ("[", "{") and inner[-1:] in ("]", "}") else None
         if parsed is None:
             is_none = inner.lower() in ("", "na", "n/a", "none", "null")  # NA: of M4-Instruct
             return None if is_none else Options((column,), written=inner)
@@ -214,7 +214,7 @@ def _labelled(choice: Mapping[str, Any]) -> tuple[Any, Any]:
     return label, next((lower[name] for name in names if name in lower and lower[name] != label), None)
 
 
-def _parsed(text: str) -> Any:
+def from_text(text: str) -> Any:
     """Return a list or an object written as JSON or, as in MMMU, by Python or numpy; None if it is neither."""
     for read in (json.loads, _of_numpy, ast.literal_eval):
         try:
@@ -399,7 +399,7 @@ def answers_of_several(value: Any) -> list[str] | None:
 def texts_of(value: Any) -> list[str] | None:
     """Return a list of texts, also one that is written as JSON or by Python; None for anything else."""
     if isinstance(value, str) and value.strip()[:1] == "[":
-        value = _parsed(value.strip())
+        value = from_text(value.strip())
     return value if isinstance(value, list) and all(isinstance(one, str) for one in value) else None
 
 

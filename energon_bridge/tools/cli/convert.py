@@ -464,6 +464,9 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
     told = unused(looked_at, layout, [*template_columns(getattr(source, "prompt", None) or layout.key or ""), *by])
     for what, names in told:
         click.echo(f"  {what}: {', '.join(names)}")
+    more = [name for name in dict(told).get("not used", ()) if any(name in row.files for row in looked_at)]
+    if more and "context" in layout.fields and "answers" in layout.fields:
+        click.echo(f"  to show {', '.join(more)}, too: leave out --field, with the answers in a column `answer`")
     for medium, names in media_order(looked_at, layout):
         click.echo(f"  {medium}s in the order {', '.join(names)} (for another, write one list `{medium}s`)")
     if "context" in layout.fields and "answers" not in layout.fields and layout.sample_type == "VQASample":

@@ -37,6 +37,7 @@ from energon_bridge.models.conversations.questions import (
     AnswersAs,
     answers_as,
     columns_of,
+    from_text,
     is_metadata,
     options_of,
     question_with,
@@ -64,6 +65,7 @@ from energon_bridge.tools.convert.conversations import (
     as_source,
     conversation_row,
     file_columns,
+    holds_media,
     is_conversation,
     known_form,
     learnable,
@@ -417,17 +419,23 @@ def _read_csv(path: Path, rows: Iterator[LinesAndRow], delimiter: str, *, is_utf
             f"{path}: the first line has names of columns, but {entry[:60]!r} names a file. Write a first line with "
             "names, such as image and caption."
         )
-    entries: list[dict[str, str] | SourceError] = []
+    entries: list[dict[str, Any] | SourceError] = []
     for lines, row in rows:
         if isinstance(row, SourceError):
             entries.append(row)
         elif len(row) == len(header):
-            entries.append(dict(zip(header, row, strict=True)))
+            entries.append({name: _cell(name, value) for name, value in zip(header, row, strict=True)})
         else:
             which = "more" if len(row) > len(header) else "fewer"
             columns = f"{len(header)} columns of the header ({', '.join(header)})"
             entries.append(SourceError(f"{path}, {lines}: has {which} fields than the {columns}."))
     return ListedEntries(path, entries, unit="row", first=2, is_utf8=is_utf8)
+
+
+def _cell(column: str, value: str) -> Any:
+    """Return the list that a field of a table is as text, if it is one of files; any other field as it is."""
+    listed = from_text(value) if value.startswith("[") else None
+    return listed if isinstance(listed, list) and (listed or is_media_column(column)) and holds_media(listed) else value
 
 
 def _stem_key(name: str, media: Path) -> str:

@@ -105,7 +105,7 @@ class FileRef:
 
 
 def named_otherwise(path: str) -> str:
-    """Return what to do if the file is there by another name: other slashes, capitals, or composed letters; else ""."""
+    """Return what to do if the file is there by another name: other slashes, capitals, letters, or several; else ""."""
     folder, name = os.path.split(path.replace("\\", "/"))
     there = _names_in(folder).get(name.lower())
     if there is not None and (found := os.path.join(folder, there)) != path:
@@ -116,6 +116,14 @@ def named_otherwise(path: str) -> str:
             return (
                 f"The file is there, but the letters of its name are composed otherwise ({form}) than in the list: "
                 f"rename the files, convmv -r -f utf8 -t utf8 {wanted} --notest {shlex.quote(folder)}"
+            )
+    for mark in ",;|":
+        first, *more = map(str.strip, path.split(mark))
+        folders = Path(first).parents if os.path.isfile(first) else ()
+        if more and all(any(os.path.isfile(os.path.join(one, name)) for one in folders) for name in more):
+            return (
+                f"These are {len(more) + 1} files with {mark!r} between them: write a JSON list, "
+                '["a.jpg", "b.jpg"]; in a CSV with its quotes twice, "[""a.jpg"", ""b.jpg""]".'
             )
     return ""
 

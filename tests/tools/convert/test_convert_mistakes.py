@@ -92,6 +92,34 @@ def test_a_missing_image_is_named_or_skipped(tmp_path):
     assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags))
 
 
+@pytest.mark.parametrize("mark", [", ", ";", "|"])
+def test_several_files_in_a_field_are_a_list(tmp_path: Path, mark: str) -> None:
+    """As JSON or as Python prints it, in a CSV as in JSON; with anything else between them, the error says so."""
+    names = ["photos/a.jpg", "b.jpg"]
+    write_pictures(tmp_path, names)
+    source = tmp_path / "list.csv"
+    said = f"These are 2 files with '{mark.strip()}' between them: write a JSON list, "
+    for more, is_told in (("", True), (f"{mark}gone.jpg", False)):
+        source.write_text(f'image,caption\n"{mark.join(names)}{more}",one\nb.jpg,two\n')
+        assert (said in refused(source, tmp_path / "out")) == is_told
+    rows = [
+        {"image": names, "caption": "[1]"},
+        {"image": [], "caption": "[]"},
+        {"image": names[1:], "caption": "['x']"},
+    ]
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    wanted = members(converted(tmp_path / "list.json", tmp_path / "json", "--split-ratio", "1,0,0"))
+    assert [name for name in wanted if name.endswith("jpg")] == [
+        f"00000000{name}.jpg" for name in ("0.0", "0.1", "2.0")
+    ]
+    for dumps in (json.dumps, str):
+        with source.open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerows([["image", "caption"], *([dumps(row["image"]), row["caption"]] for row in rows)])
+        out = converted(source, tmp_path / dumps.__name__, "--split-ratio", "1,0,0")
+        assert members(out) == wanted
+
+
 @pytest.mark.parametrize("named", ["photos\\a.JPG", "photos/a.jpg", "photos/A.JPG"])
 def test_a_file_of_another_spelling_is_named(tmp_path, named):
     (tmp_path / "photos").mkdir()
@@ -129,7 +157,7 @@ def test_bad_rows_are_named_together(tmp_path):
     assert message.count("--on-error skip") == 1
     assert "These fail, too (more may):\n" in message
     message = refused(source, tmp_path / "out", *flags, "--dry-run")
-    assert [int(number) for number in re.findall(r"/(\d+)\.jpg: cannot read", message)] == [9, *range(20, 28)]
+    assert [int(number) for number in re.findall(r"/(\d+)\.jpg: cannot read", message)] == [9, *range(20, 29)]
     (tmp_path / "1.jpg").unlink()
     for number in range(20, 40):
         (tmp_path / f"{number}.jpg").write_bytes(picture(number, "JPEG"))

@@ -324,6 +324,15 @@ def test_short_texts_are_told_from_categories(tmp_path: Path) -> None:
     assert "not used: sort, serial" in output
 
 
+def test_convert_says_how_to_show_all_pictures(tmp_path: Path) -> None:
+    source = listed(tmp_path, [{"image_1": "a.png", "image_2": "b.png", "answer": "A cat."}])
+    flags = ("--question", "What is it?", "--no-ask", "--no-progress", "--split-ratio", "1,0,0")
+    output = output_of("convert", source, tmp_path / "one", *flags, "--field", "answers=answer")
+    assert "not used: image_2\n  to show image_2, too: leave out --field, with the answers in a column" in output
+    assert "to show" not in output_of("convert", source, tmp_path / "all", *flags)
+    assert [name.partition(".")[2] for name in members(tmp_path / "all")] == ["image_1.png", "image_2.png", "json"]
+
+
 def test_convert_says_which_text_of_a_picture_was_taken(tmp_path: Path) -> None:
     source = listed(tmp_path, [{"image": "a.png", "question": "Q?", "answer": "A", "caption": "A cat on a mat."}])
     output = output_of("convert", source, tmp_path / "out", "--no-ask", "--no-progress", "--split-ratio", "1,0,0")
