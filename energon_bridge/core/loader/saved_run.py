@@ -338,15 +338,16 @@ def _unpack(decode: Callable[[str], bytes], text: str, most: int, field: str) ->
 WHAT_A_STATE_IS = (
     "Pass what save_state_rank, save_state_global or state_dict returned; a run that has no state yet restores none"
 )
+OF_MEGATRON_ENERGON = (
+    "this is a state of megatron-energon ({}), which orders samples differently, so it cannot be resumed here. Start "
+    "at the step where it was saved: get_savable_loader(..., start_at=STEP)"
+)
 
 
 def _checked_format(state: Any) -> State:
     """Return the state if this version can read it and it is intact."""
     if type(state).__module__.startswith("megatron.energon"):
-        raise StateFormatError(
-            f"this is a state of megatron-energon ({type(state).__name__}), which orders samples differently, so it "
-            "cannot be resumed here. Start at the step where it was saved: get_savable_loader(..., start_at=STEP)"
-        )
+        raise StateFormatError(OF_MEGATRON_ENERGON.format(type(state).__name__))
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = shown(state.get("format")) if isinstance(state, dict) else repr(type(state).__name__)
         hint = f". {WHAT_A_STATE_IS}"

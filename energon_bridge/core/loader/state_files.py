@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from energon_bridge.core.errors import StateError, StateFormatError
-from energon_bridge.core.loader.saved_run import FORMAT, State, read
+from energon_bridge.core.loader.saved_run import FORMAT, OF_MEGATRON_ENERGON, State, read
 
 _MAX_DEPTH = 8
 _USUAL = "dataloader_state_dict"
@@ -69,6 +70,8 @@ def _load(path: str) -> Any:
         # On the meta device the tensors of a checkpoint have shapes and no content: they are not read.
         return torch.load(path, map_location="meta", weights_only=True)
     except Exception as error:  # foreign bytes can make torch raise anything
+        if foreign := re.search(r"megatron\.energon[\w.]*\.(\w+)", str(error)):
+            raise StateFormatError(f"{path}: {OF_MEGATRON_ENERGON.format(foreign[1])}") from error
         raise StateFormatError(
             f"{path}: neither JSON nor a torch.save file that loads with weights_only=True. It is damaged, another "
             f"kind of file, or contains objects that would run code ({type(error).__name__}: {_first_line(error)}). "

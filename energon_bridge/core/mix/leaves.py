@@ -167,7 +167,7 @@ def open_leaves(
             weight=Fraction(1) if weight is None else weight,
             shuffle_epochs=combine_multipliers(shuffle_epochs, ref.shuffle_over_epochs_multiplier),
             aux=aux,
-            aux_fingerprint=_aux_fingerprint(aux, where=ref.where),
+            aux_fingerprint=aux_fingerprint(aux, where=ref.where),
             filter=text,
             kept=kept,
         )
@@ -186,7 +186,7 @@ def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
     return tuple(numbered)
 
 
-def _aux_fingerprint(aux: Mapping[str, AuxRef], *, where: str) -> str:
+def aux_fingerprint(aux: Mapping[str, AuxRef], *, where: str) -> str:
     """Return a hash of what is in the auxiliary stores of a leaf, empty if it has none.
 
     It covers the name of each store; for a prepared dataset also its shards and their numbers of samples; for a JSONL
@@ -207,7 +207,7 @@ def _aux_fingerprint(aux: Mapping[str, AuxRef], *, where: str) -> str:
 
 
 def _content_of_store(ref: AuxRef) -> list[object]:
-    """Return what a store adds to the hash: its kind, and what tells its content (see `_aux_fingerprint`)."""
+    """Return what a store adds to the hash: its kind, and what tells its content (see `aux_fingerprint`)."""
     if is_jsonl(ref.path) and not ref.is_filesystem:
         return ["jsonl", open_jsonl(ref.path).fingerprint]
     store = open_store(ref.path)

@@ -353,6 +353,8 @@ def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafS
                             split_config=ref.split_config or DEFAULT_SPLIT_CONFIG,
                             dataset_config=ref.dataset_config or DEFAULT_DATASET_CONFIG,
                         )
+                    stores = {store.path for store in ref.aux.values() if not store.is_filesystem} - datasets.keys()
+                    datasets |= {store: summarize_dataset(store) for store in sorted(stores)}
                 summary = datasets[ref.path]
                 counts = {part.name: part.num_samples for part in summary.parts}
                 splits[split].append(

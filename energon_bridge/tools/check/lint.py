@@ -13,13 +13,15 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from copy import copy
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from energon_bridge.core.encoder.hooks import Hook, is_overridden
 from energon_bridge.core.errors import (
     CorruptShardError,
     EmptyDatasetError,
@@ -49,7 +51,7 @@ from energon_bridge.core.format.nvmeta import (
 )
 from energon_bridge.core.format.parallel import Task, Workers, map_shards
 from energon_bridge.core.format.tar import parse_sample
-from energon_bridge.core.format.tar_index import find_pieces
+from energon_bridge.core.format.tar_index import find_pieces, load_index
 from energon_bridge.core.registry import load
 from energon_bridge.core.samples import CrudeSample, SourceInfo
 from energon_bridge.core.samples.sample_place import warned
@@ -62,6 +64,9 @@ from energon_bridge.models.conversations.withheld import fault_of_verdict, held_
 from energon_bridge.tools.check.media import LONG_SECONDS, far_larger
 from energon_bridge.tools.convert.conversations import is_conversation
 from energon_bridge.tools.convert.group_splits import note_groups
+
+if TYPE_CHECKING:
+    from energon_bridge.core.mix import AuxRef, LeafRef
 
 _READ_AHEAD = 8 << 20
 """Bytes of samples that are read at once."""
@@ -92,6 +97,7 @@ class Problem:
         return f"{self.dataset}{split_part}: shard {self.shard!r}{key}{part}{files}: {self.message}"
 
 
+_REMEDY_OF_STORE = "Restore what the store lacks from its source: samples that need it fail in training."
 LEAVE_OUT = "add it as SHARD/KEY to `exclude` of split.yaml"
 _REMEDIES = {
     "CorruptShardError": "Restore the shard from its source, then run `energon prepare --tar-index-only`.",
@@ -202,21 +208,25 @@ def lint_mix(
     """Open all datasets of the splits of a metadataset file (default: all splits), and look up its joins.
 
     Returns each split part of a dataset once, whole, without the subsets and filters of the mix, with the splits of the
-    mix that have it, the joins that fail, and what is doubtful in split files. Raises the errors of `open_dataset` and
-    of metadatasets.
+    mix that have it, the joins and auxiliary stores that fail, and what is doubtful in split files. Raises the errors
+    of `open_dataset` and of metadatasets.
     """
     from energon_bridge.core.format.join import find_rows
-    from energon_bridge.core.mix import DatasetOpener, JoinRef, LeafRef, load_mix, metadataset_splits, resolve_path
+    from energon_bridge.core.mix import DatasetOpener, JoinRef, load_mix, metadataset_splits, resolve_path
     from energon_bridge.core.mix.joins import join_parts
+    from energon_bridge.core.mix.leaves import aux_fingerprint
 
     path = resolve_path(path, base=os.getcwd(), where="PATH")
     doubts: dict[str, None] = {}
     opener = DatasetOpener(trust_remote_code=trust_remote_code, warn=lambda _: None)
     datasets: dict[tuple[str, str], tuple[PreparedDataset, list[str]]] = {}
     problems: list[Problem] = []
+    stores: dict[AuxRef, str] = {}
 
     def take(ref: LeafRef) -> PreparedDataset:
         dataset = opener.open(ref)
+        aux_fingerprint(ref.aux, where=ref.where)  # raises, as training would
+        stores.update({store: name for name, store in ref.aux.items()})
         files = ref.split_config or DEFAULT_SPLIT_CONFIG, ref.dataset_config or DEFAULT_DATASET_CONFIG
         if not isinstance(dataset, (JsonlDataset, ForeignDataset)):
             wrong, doubtful = lint_splits(dataset.path, split_config=files[0], dataset_config=files[1])
@@ -243,7 +253,31 @@ def lint_mix(
                 where = leaf.leaf.where or "join"
                 remedy = "Correct the keys, or set `nonmatch: skip` at the dataset of the join that lacks them."
                 problems.append(Problem(dataset=path, split_part=split, shard=where, message=message, remedy=remedy))
+    problems += [one for ref, name in stores.items() for one in _lint_store(name, ref)]
     return list(datasets.values()), problems, list(doubts)
+
+
+def _lint_store(name: str, ref: AuxRef) -> Iterator[Problem]:
+    """Yield the shards of an auxiliary store that do not fit their indexes.
+
+    Training reads of it what a cooker asks for, so nothing else would notice.
+    """
+    store = open_store(ref.path)
+    prepared = not ref.is_filesystem and not is_jsonl(ref.path)
+    remedy = f"Run `energon prepare --tar-index-only {ref.path}`."
+    for shard, count in read_info(store).shard_counts.items() if prepared else ():
+        try:
+            load_index(store, shard, count=count, size=store.size(shard), remedy=remedy)
+        except EnergonError as error:
+            message = f"auxiliary store {name!r}: {type(error).__name__}: {error}"
+            yield Problem(dataset=ref.path, shard=shard, message=message, remedy=_REMEDY_OF_STORE)
+
+
+def makes_packs(encoder: Any) -> bool:
+    """Whether the batches of an encoder are of its own packs, and perhaps of nothing else."""
+    from energon_bridge.models.conversations.batching import SequenceTaskEncoder  # imports torch; takes both
+
+    return is_overridden(encoder, Hook.PACK) and not isinstance(encoder, SequenceTaskEncoder)
 
 
 def lint_encoded(
@@ -258,12 +292,16 @@ def lint_encoded(
 ) -> tuple[int, list[Problem]]:
     """Run a task encoder over a split part or a split of a mix, a sample per batch; return batches and problems.
 
-    Raises the errors of `get_val_dataset`.
+    An encoder of own packs (`makes_packs`) makes no batches. Raises the errors of `get_val_dataset`.
     """
     from energon_bridge.core.datasets import get_savable_loader, get_val_dataset  # import torch
     from energon_bridge.core.stream.policy import ErrorPolicy
     from energon_bridge.core.worker_config import WorkerConfig
     from energon_bridge.tools.check.quarantine import read_quarantine
+
+    if makes_packs(encoder):
+        encoder = copy(encoder)
+        encoder.batch = encoder.encode_batch = lambda samples: {"samples": samples}  # theirs take packs
 
     with tempfile.TemporaryDirectory(prefix="energon-lint-") as folder:
         file = os.path.join(folder, "failed.jsonl")

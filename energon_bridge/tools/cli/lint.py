@@ -22,6 +22,7 @@ from energon_bridge.tools.check.lint import (
     lint_mix,
     lint_parts,
     lint_splits,
+    makes_packs,
 )
 from energon_bridge.tools.check.media import TO_LEAVE_OUT_LONG, TO_SCALE_DOWN
 from energon_bridge.tools.cli.output import count_of, print_json
@@ -144,7 +145,7 @@ def command(
 
     Every index is compared with .info.json, every sample is read and decoded as in training; excluded samples are left
     out. Whatever does not load is named with dataset, split part, shard, key and part, and the exit code is 1. Of a
-    mix, the datasets of all splits are checked, and its joins are looked up.
+    mix, the datasets of all splits are checked, its joins are looked up, and so are the shards of its `aux` stores.
 
     \b
     energon lint /data/captions --split-parts train,val --parallel 8
@@ -181,6 +182,11 @@ def command(
                 cooks=encodes is None,
             )
     _warn_of_groups(groups, problems)
+    if encodes is not None and makes_packs(made):
+        problems.warn(
+            f"Packs and batches of {encodes} were not tried, only its samples. To make some: energon preview {path} "
+            f"--encoder {encodes} --packing-buffer-size 100 --batch-size 1"
+        )
     for split in _splits(path, datasets, parts) if encodes is not None else ():
         count, failed = lint_encoded(
             path,

@@ -17,6 +17,7 @@ import pytest
 import soundfile
 from clips import write_video
 from commands import answer, energon, output_of, refusal_of
+from crude import crude_mix
 from engine import text_dataset
 from keyed import ALL_TRAIN, CRUDE, TEXT, write_mix
 from multimodal import encoder as multimodal
@@ -43,7 +44,7 @@ from energon_bridge.core.storage import open_store
 from energon_bridge.models.av import AVDecoder
 from energon_bridge.models.families.sound import sound_of
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
-from energon_bridge.tools.check.lint import lint_encoded
+from energon_bridge.tools.check.lint import lint_encoded, makes_packs
 from energon_bridge.tools.check.media import MediaFilter
 from energon_bridge.tools.check.quarantine import read_quarantine
 from energon_bridge.tools.columns.making import add_column, content_hash
@@ -71,6 +72,24 @@ class RefusesFive(DefaultTaskEncoder[Any, Any, Any, Any]):
         if sample.text == "text 5":
             raise ValueError("five")
         return sample
+
+
+class PacksAll(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Makes packs, and batches of nothing else."""
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [samples]
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        return TextSample(__key__=samples[0].__key__, text=f"{len(samples)} packed")
+
+    def batch(self, samples: list[Any]) -> Any:
+        assert all(sample.text.endswith("packed") for sample in samples)
+        return {"packed": [sample.text for sample in samples]}
+
+
+class Packs(PacksAll, RefusesFive):
+    pass
 
 
 def cook(sample: CrudeSample) -> TextSample:
@@ -208,6 +227,34 @@ def test_a_mix_is_linted_with_all_its_datasets(data: Path, tmp_path: Path) -> No
     refusal_of("lint", mix, "--split-config", "x.yaml")
 
 
+def test_auxiliary_stores_are_looked_at(tmp_path: Path) -> None:
+    """Each once, of any kind, also those of joins; info counts the shards that are missing."""
+    mix = crude_mix(tmp_path)
+    jsonl(tmp_path / "lines.jsonl")
+    plain = {"path": "talk", "split_part": "train"}
+    talk = plain | {"aux": {"blobs": "blobs", "notes": {"fs_path": "notes"}, "lines": "lines.jsonl"}}
+    joiner = {"__module__": "megatron.energon", "__class__": "TextSample"}
+    write_mix(mix, train=talk, val={"join": {"one": talk, "two": plain}, "joiner": joiner})
+    assert lint(mix)[0] == 0
+    whole = (tmp_path / "blobs/shard_000.tar").read_bytes()
+    (tmp_path / "blobs/shard_000.tar").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "blobs/shard_001.tar").unlink()
+    for parts in (["--split-parts", "val"], []):
+        code, report = lint(mix, *parts)
+        assert (code, [(one["shard"], *one["message"].split(": ")[:2]) for one in report["problems"]]) == (
+            1,
+            [
+                ("shard_000.tar", "auxiliary store 'blobs'", "CorruptShardError"),
+                ("shard_001.tar", "auxiliary store 'blobs'", "ShardMissingError"),
+            ],
+        )
+        assert all(one["remedy"].startswith("Restore what the store lacks") for one in report["problems"])
+    (tmp_path / "notes").rename(tmp_path / "elsewhere")
+    assert "auxiliary store 'notes'" in refusal_of("lint", mix)
+    write_mix(mix, train={"path": "talk", "aux": {"blobs": "blobs"}})
+    assert [one["missing_shards"] for one in answer("info", mix)["datasets"]] == [[], ["shard_001.tar"]]
+
+
 def test_joins_that_do_not_match_are_named(tmp_path: Path) -> None:
     for name, counts in (("data", [4, 5]), ("fewer", [7])):
         rebuild_index(text_dataset(tmp_path / name, train=counts))  # with a key index
@@ -245,6 +292,18 @@ def test_through_a_task_encoder(data: Path, tmp_path: Path, kind: str, monkeypat
     assert shown.exit_code == 1
     monkeypatch.chdir(tmp_path)
     assert energon("lint", path.name, "--encoder", f"test_lint_kinds:{encoder}", "--no-progress").output == shown.output
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_encoder_of_own_packs_is_tried_up_to_them(data: Path, processes: int) -> None:
+    """Its `batch` takes packs alone, so no sample fails in it that is good; that it was not tried, is said."""
+    code, report = lint(data, "--encoder", "test_lint_kinds:Packs", "--parallel", processes)
+    assert (code, [one["key"] for one in report["problems"]]) == (1, ["00005"])
+    (warning,) = report["warnings"]
+    asked, command = warning.split(" To make some: energon ")
+    assert asked == "Packs and batches of test_lint_kinds:Packs were not tried, only its samples."
+    assert "9 packed" in output_of(*command.replace("Packs ", "PacksAll ").split())
+    assert not makes_packs(multimodal())
 
 
 def test_failures_that_find_no_room_are_not_passed_over(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from commands import answer, energon, refusal_of
 from engine import SkippingEncoder, text_dataset
 from forecasts import opened, ranks_of, run, write_mixes
 from made import made_once
+from paths import TESTS
 
 from energon_bridge import EnergonMultiModalDataModule, get_savable_loader, get_val_dataset
 from energon_bridge.core.loader.fits import merge
@@ -226,6 +227,8 @@ def write_bad(path: Path, kind: str, state: Any) -> None:
         path.write_bytes(path.read_bytes()[:200])
     elif kind in ("empty", "text", "half json"):
         path.write_bytes({"empty": b"", "text": b"step 3\n", "half json": b'{"format": "energ'}[kind])
+    elif kind == "of megatron-energon":
+        path.write_bytes((TESTS / "fixtures/energon-7.4.1-state-0-workers.pt").read_bytes())
     elif kind == "foreign":
         path.write_text(json.dumps({"rng": [1, 2], "dataset": {"offset": 3}}))
     else:
@@ -249,6 +252,8 @@ def write_bad(path: Path, kind: str, state: Any) -> None:
         ("pickle", "would run code"),
         ("half json", "begins like JSON"),
         ("foreign", "contains no state of energon_bridge"),
+        ("of megatron-energon", "a state of megatron-energon (SavableDataLoaderState)"),
+        ("of megatron-energon", "start_at=STEP"),
         ("newer", "upgrade energon_bridge"),
         ("order", "order version"),
         ("column", "damaged"),
