@@ -167,7 +167,7 @@ def command(
         if left_out := not_counted(run):
             click.echo(f"Requests and bytes of {', '.join(left_out)} are not counted: only those of shards are.")
         if samples_per_batch and "requests_of_run" in needs:
-            click.echo("Lanes that share packing buffers, as with small data, read less than that.")
+            click.echo("Lanes that share packing buffers, as with small data, read fewer bytes in more requests.")
     if of_grids:
         _print_grids(of_grids)
     _print_leaves(result)
@@ -200,7 +200,7 @@ def _rates_of(path: str, mix: str, batch_size: int) -> tuple[list[dict[str, floa
     rates = sorted(rates, key=lambda rate: rate["workers"])
     packs = bool(measured.get("packing_buffer_size"))
     if packs and (batches := rates[0].get("samples", 1e9) / rates[0]["samples_per_batch"]) < _FEW:
-        click.echo(f"{path} has {batches:.0f} batches of packs, too few to go by: give bench --seconds", err=True)
+        click.echo(f"{path} measured too few packs to go by ({batches:.0f} batches): give bench --seconds", err=True)
     return rates, packs
 
 
