@@ -482,7 +482,7 @@ def test_what_grew_since_counts_as_it_was(tmp_path: Path) -> None:
     read = Read(tmp_path / "report.html")
     assert "samples delivered 80 " in read.text
     assert sorted(row[4] for row in read.rows if "grown#" in row[0]) == ["40", "40"]
-    assert sum("gone, or as it was" in row[0] for row in read.rows if "grown#" in row[0]) == 1
+    assert sum("left the mix, or changed" in row[0] for row in read.rows if "grown#" in row[0]) == 1
     assert "has changed since, have none" in read.text
     share = next(chart for name, chart in read.charts.items() if name.startswith("share"))
     assert all(0 <= value <= 1 for line in share["lines"] for _, value in line["points"])

@@ -186,7 +186,8 @@ def bench(
         unread_from = None
 
         def decode(self, part_name: str, data: Any) -> Any:
-            return super().decode(part_name, data) if part_name.endswith("json") else bytes(data)  # fields are in it
+            # Fields are in JSON, and joiners may take texts.
+            return super().decode(part_name, data) if part_name.endswith(("json", "txt")) else bytes(data)
 
     class Bytes(DefaultTaskEncoder):
         decoder = Parts(image_decode=None)

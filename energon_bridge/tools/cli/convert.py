@@ -464,7 +464,11 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
     told = unused(looked_at, layout, [*template_columns(getattr(source, "prompt", None) or layout.key or ""), *by])
     for what, names in told:
         click.echo(f"  {what}: {', '.join(names)}")
-    more = [name for name in dict(told).get("not used", ()) if any(name in row.files for row in looked_at)]
+    lists = {name for row in looked_at for name, of in row.files.items() if isinstance(of, tuple) and of[1:]}
+    several = [name for access in layout.fields.values() if (name := access.removesuffix("[0]")) in lists]
+    if several:
+        click.echo(f"  only the first file of {', '.join(several)} is used; to keep all: --sample-type CrudeSample")
+    more = several + [name for name in dict(told).get("not used", ()) if any(name in row.files for row in looked_at)]
     if more and "context" in layout.fields and "answers" in layout.fields:
         click.echo(f"  to show {', '.join(more)}, too: leave out --field, with the answers in a column `answer`")
     for medium, names in media_order(looked_at, layout):

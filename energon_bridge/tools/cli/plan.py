@@ -66,7 +66,7 @@ _POOR = 0.8
 @click.option(
     "--samples-per-batch",
     type=click.FloatRange(min=0, min_open=True),
-    help="Samples of a microbatch of packs, instead of --bench.",
+    help="Samples in a microbatch of packs, instead of --bench.",
 )
 @click.option("--grids", metavar="NAME=RANKS,...", help="Encoders on ranks of their own, as language=4,vision=2.")
 @click.option("--encoder", metavar="MODULE:ENCODER", help="With --grids: what ranks hold with this task encoder.")

@@ -65,7 +65,7 @@ class _Asked:
         pages: It is shown as pages, not in a terminal.
         config, encoder, processor: What the batches are for; without any of them samples are shown.
         run: The options of a run (`run_options` and `--mix`), for `open_mix` and `open_run`.
-        after: The first checkpoint of a run, if the steps are before it, and so counted from the beginning.
+        after: The first checkpoint of a run after the steps, by which data they were of.
     """
 
     source: tuple[str, ...]
@@ -248,10 +248,12 @@ def _of_run_folder(asked: _Asked) -> _Asked:
     if asked.keys:
         return replace(asked, source=(load("run", "configuration")(described, [*rest]).data.path,))
     saved = sorted(folders[0].glob("checkpoints/step-*.ckpt"))
-    first = str(saved[0]) if saved else None
+    after = None
     if asked.steps is not None:
-        saved = [path for path in saved if int(path.stem.partition("-")[2]) <= asked.steps.start]
-    return replace(asked, source=(*rest, *map(str, saved[-1:])), config=described, after=None if saved else first)
+        number = sum(int(path.stem.partition("-")[2]) <= asked.steps.start for path in saved)
+        after = next(map(str, saved[number:]), None)
+        saved = saved[:number]
+    return replace(asked, source=(*rest, *map(str, saved[-1:])), config=described, after=after)
 
 
 def _check(asked: _Asked) -> None:
@@ -294,7 +296,7 @@ def _opened_config(config: str, asked: _Asked) -> Iterator[_Shown]:
             f"{max(end, asked.steps.start):,}. For a longer run, add train.max_steps=N"
         )
     with opened_data(described) as spec:
-        # A run that adapts has gone on from its checkpoint with the data of now.
+        # A run that adapts goes on from a checkpoint with the data of now.
         adapts = described.data.settings.get("on_mismatch", "refuse")
         yield _batches(files, spec, asked, config, per_step=described.accumulate, on_mismatch=adapts)
 
@@ -393,18 +395,22 @@ def _batches(
     on_mismatch: OnMismatch = "refuse",
 ) -> _Shown:
     """Return what a run delivers in some steps; `per_step` gives the microbatches of a rank for a number of ranks."""
-    from energon_bridge.tools.preview.batches import delivered, next_step, was_changed
+    from energon_bridge.tools.preview.batches import delivered, next_step, reads_same, was_changed
     from energon_bridge.tools.preview.sample_source import SampleSource
 
     world_size = asked.run["world_size"]
     steps = asked.steps
     state, ranks = read_state(files, world_size) if files else (None, world_size or 1)
     _check_rank(asked.rank, ranks)
-    if asked.after and spec.kind == "train" and was_changed(spec, read_state([asked.after], None)[0]):
-        raise ConfigurationError(
-            f"the mix, its weights or bans changed before {asked.after}, and no older checkpoint is left to say what "
-            "the run saw until then: give a later step"
-        )
+    if asked.after and spec.kind == "train":
+        later = read_state([asked.after], None)[0]
+        if state is None and was_changed(spec, later):
+            raise ConfigurationError(
+                f"the mix, its weights or bans changed before {asked.after}, and no older checkpoint is left to say "
+                "what the run saw until then: give a later step"
+            )
+        if not reads_same(spec, later):  # it changed after them
+            on_mismatch = "refuse"
     saved = re.search(r"step-(\d+)\.ckpt$", files[0]) if steps and asked.config and len(files) == 1 else None
     if saved or steps is None:
         first = -(-next_step(spec, ranks, state) // per_step(ranks))
@@ -415,8 +421,8 @@ def _batches(
                 "fixed place. Leave --step out to see what follows the checkpoint"
             )
         steps = steps or range(first, first + (asked.batches or 2))
-    of_run: Any = {"world_size": ranks, "state": state, "rank": asked.rank, "per_step": per_step(ranks)}
-    batches = delivered(spec, steps, **of_run, on_mismatch=on_mismatch)
+    of_run: Any = {"state": state, "rank": asked.rank, "per_step": per_step(ranks), "on_mismatch": on_mismatch}
+    batches = delivered(spec, steps, world_size=ranks, **of_run)
     return _Shown(
         title=title,
         source=SampleSource(spec),

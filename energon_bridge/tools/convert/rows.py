@@ -619,7 +619,7 @@ def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef
         raise SourceError(
             f"the path {text!r} leads out of {root}. Name a folder that has all files: energon convert --media "
             f"{os.path.dirname(path)}, or {os.path.commonpath((os.path.abspath(root), os.path.dirname(path)))}, which "
-            "has both."
+            "has both; relative paths are then looked for from there."
         )
     return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path, any_kind))
 

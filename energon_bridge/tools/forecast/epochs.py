@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import attrgetter
 
 import numpy as np
 
@@ -232,10 +233,11 @@ def _weights(run: Run, global_draw: int) -> list[float]:
 def share_curve(run: Run, steps: int) -> tuple[SharePoint, ...]:
     """Return the shares at evenly spaced draws of a run and at the points of its schedules; empty if they never change.
 
-    The leaves are in order of the mix.
+    The leaves are in order of the mix, the points in that of steps, of which global draws are made in another.
     """
     draws = int(draws_per_leaf(run, steps).sum())
-    return _schedule(run, steps, draws, _order_of_mix(run), {draws * number // 64 for number in range(64)})
+    curve = _schedule(run, steps, draws, _order_of_mix(run), {draws * number // 64 for number in range(64)})
+    return tuple(sorted((point for point in curve if point.step <= steps), key=attrgetter("step")))
 
 
 def _order_of_mix(run: Run) -> list[int]:

@@ -185,6 +185,12 @@ def was_changed(spec: DatasetSpec, state: State) -> bool:
     )
 
 
+def reads_same(spec: DatasetSpec, state: State) -> bool:
+    """Return whether the datasets of a run are those of a state."""
+    present = [row["identity"] for row in read(state).leaves if not row["parked"]]
+    return present == [row["identity"] for row in plan_run(spec, spec.worker_config).table]
+
+
 def next_step(spec: DatasetSpec, world_size: int, state: State | None = None) -> int:
     """Return the next step of a state, 0 without a state."""
     if state is None:

@@ -99,7 +99,7 @@ def _mix(ranks: Sequence[RankSummary]) -> list[PageBlock]:
         return []
     first = ranks[0].datasets
     names = dataset_names([row.path for row in first], [row.split_part for row in first])
-    names = [f"{name} (gone, or as it was)" if row.is_gone else name for name, row in zip(names, first, strict=True)]
+    names = [name + " (left the mix, or changed)" * row.is_gone for name, row in zip(names, first, strict=True)]
     together = [[rank.datasets[number] for rank in ranks] for number in range(len(first))]
     draws = [sum(row.draws for row in rows) for rows in together]
     largest = sorted(range(len(first)), key=lambda number: -draws[number])[:_MOST_LINES]

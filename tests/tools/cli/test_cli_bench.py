@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import answer, output_of, refusal_of
+from engine import text_dataset
 from forked import run_program
+from keyed import join, write_mix
 from made import made_once
 from object_server import serving
 from paths import REPOSITORY
@@ -25,7 +27,8 @@ from previews import mix_of
 from recipes import crude_conversations
 from sources import coco, converted
 
-from energon_bridge.core.prepare import parse_patterns, prepare_dataset
+from energon_bridge import TextSample, register_joiner
+from energon_bridge.core.prepare import parse_patterns, prepare_dataset, rebuild_index
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
 from energon_bridge.tools.cli import bench
 from energon_bridge.tools.testing import create_captioning_test_dataset, write_shard
@@ -103,6 +106,19 @@ def test_fields_may_lie_in_json(tmp_path: Path) -> None:
     source, flags, _ = coco(tmp_path / "in", 4)
     data = converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0")
     output_of("bench", data, "--batch-size", 2, "--num-workers", 0, "--seconds", 0.2)
+
+
+def test_joiners_get_texts_where_only_reading_is_measured(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        rebuild_index(text_dataset(tmp_path / name, train=[40]))  # with a key index
+    mix = write_mix(tmp_path / "mix.yaml", train=join(joiner={"__module__": __name__, "__function__": "glued"}))
+    found = answer("bench", mix, "--batch-size", 2, "--num-workers", 0, "--seconds", 0.2)
+    assert found["reading"]["samples"] >= 2
+
+
+@register_joiner
+def glued(first: TextSample, second: TextSample) -> TextSample:
+    return TextSample(__key__=first.__key__, text=first.text + " and " + second.text)
 
 
 def test_it_runs_on_a_server_and_says_what_the_cache_had(

@@ -22,7 +22,7 @@ from energon_bridge.core.loader.run_plan import plan_run
 from energon_bridge.core.prepare import parse_patterns, prepare_dataset
 from energon_bridge.core.worker_config import WorkerConfig
 from energon_bridge.tools.check.dataset_yaml import render_dataset_yaml
-from energon_bridge.tools.forecast.epochs import draws_per_leaf
+from energon_bridge.tools.forecast.epochs import draws_per_leaf, share_curve
 from energon_bridge.tools.forecast.planned_run import run_of_mix
 from energon_bridge.tools.testing import write_shard
 
@@ -56,6 +56,13 @@ def test_the_first_leaf_to_end(data: Path, mix: str) -> None:
     assert not any(drawn >= size for drawn, size in zip(before, sizes, strict=True))
     ended = {leaf.identity for leaf, drawn in zip(asked.spec.ordered, after, strict=True) if drawn >= leaf.num_samples}
     assert {found["leaves"][place]["identity"] for place in found["ends_first"]} == ended != set()
+
+
+def test_the_curve_of_shares_goes_by_steps(data: Path) -> None:
+    """Lanes make their global draws in turn, so a later draw may belong to an earlier step."""
+    steps = [point.step for point in share_curve(run_of_mix(opened(data, "linear")), 200)]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, 200)
 
 
 def test_what_workers_need(data: Path) -> None:

@@ -105,6 +105,12 @@ def test_columns_without_fields_are_said_and_names_of_fields_suffice(tmp_path: P
     assert said in convert(source, tmp_path / "out", *ALL)
     shown = convert(source, tmp_path / "out2", *ALL, "--sample-type", "CaptioningSample")
     assert "  image from image[0]\n  caption from caption\n" in shown
+    assert "  only the first file of image is used; to keep all: --sample-type CrudeSample\n" in shown
+    question = (*ALL, "--question", "What?", "--field", "answers=caption")
+    asked = convert(source, tmp_path / "out3", *question)
+    assert "  to show image, too: leave out --field, with the answers in a column `answer`\n" in asked
+    one = listed(tmp_path / "one", json.dumps({"image": ["a.png"], "caption": "x"}))
+    assert "only the first" not in convert(one, tmp_path / "out4", *question)
 
 
 def test_numbers_are_captions_as_in_a_csv(tmp_path: Path) -> None:

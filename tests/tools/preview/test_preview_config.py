@@ -94,6 +94,9 @@ def test_steps_after_the_data_grew_are_what_the_model_was_given(
     found = answer("preview", tmp_path / "run", "--step", 6)["batches"]
     shown = [[one["key"] for row in batch["rows"] for one in row["segments"]] for batch in found]
     assert shown == seen[12:14]
+    shutil.rmtree(tmp_path / "grown")
+    conversations_dataset(tmp_path / "grown", num_train=60, num_val=3)  # and the run has not gone on with these
+    assert "different data" in refusal_of("preview", tmp_path / "run", "--step", 6)
 
 
 def test_batches_are_shown_before_anything_was_trained(conversations: Path, tmp_path: Path) -> None:

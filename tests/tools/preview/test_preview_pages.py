@@ -157,6 +157,8 @@ def test_a_mix_is_shown_over_a_run(page: Page, captions: Path, tmp_path: Path) -
     steps = [float(point.split(",")[0]) * 1000 / 900 for point in lines[1].split()]
     moved = [min(3.0, 3 * 4 * step / 2000) for step in steps]  # four draws a step
     assert len(steps) > 60
+    assert steps == sorted(steps)
+    assert steps[-1] == pytest.approx(1000)
     assert shares[1] == pytest.approx([weight / (1 + weight) for weight in moved], abs=2e-2)
     assert [1 - share for share in shares[1]] == pytest.approx(shares[0], abs=2e-3)
     assert page.problems() == []
