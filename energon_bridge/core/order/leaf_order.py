@@ -401,8 +401,11 @@ def _spread(sizes: IntArray, keys: Sequence[int]) -> IntArray:
     place = np.arange(piece.size)
     # Every array from here on has one entry per sample; `steps` is the number of a sample in its round.
     steps = place - (np.cumsum(totals) - totals)[of_round]
-    # Sorted by piece first, then by draw: pieces stay where they are, each is shuffled in itself.
-    shuffled_pieces = np.lexsort((draws_at(keys, of_round, steps), piece))
+    # Sorted by piece first, then by draw: pieces stay where they are, each is shuffled in itself. No two draws of a
+    # piece are equal, so any way of sorting them gives the same; 16 bits are sorted stably without comparing.
+    shuffled_pieces = np.argsort(draws_at(keys, of_round, steps))
+    few = piece.astype(np.uint16) if flat.size <= 1 << 16 else piece
+    shuffled_pieces = shuffled_pieces[np.argsort(few[shuffled_pieces], kind="stable")]
     number = place - firsts[piece]
     chances = below_at([fold(key, 0) for key in keys], of_round, steps, (1 << 32) - 1)
     # The moment of the i-th of c samples of a piece, in 2^-32 of the round: between i / c and (i + 1) / c.
