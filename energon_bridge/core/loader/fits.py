@@ -161,9 +161,9 @@ def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
 
 
 def _describe(leaf: State) -> str:
-    part = f" of {leaf['subset']}" if leaf["subset"] else ""
-    samples = f"{leaf['num_samples']} samples{part}"
-    return f"{leaf['path']} [{leaf['split_part']}], {samples}, identity {leaf['identity']}"
+    samples = f"{leaf['num_samples']} samples" + (f" of {leaf['subset']}" if leaf["subset"] else "")
+    split = f" [{leaf['split_part']}]" if leaf["split_part"] else ""  # tables have none
+    return f"{leaf['path']}{split}, {samples}, identity {leaf['identity']}"
 
 
 def mismatch(name: str, then: object, now: object) -> SettingMismatchError:

@@ -107,7 +107,7 @@ class Sound:
             return np.zeros(self.lead, np.float32), None
         end = self.begin + planned / self.own_rate + 2 * _INEXACT_SECONDS * (not self.cut)
         clips, _ = decoder.get_audio_clips([(self.begin, end)])
-        samples, doubt = _mono(clips[0].numpy()) if clips else (np.empty(0, np.float32), None)
+        samples, doubt = _mono(clips[0].numpy(), decoder) if clips else (np.empty(0, np.float32), None)
         _check_length(decoder.name, len(samples), planned, self.own_rate)
         samples = _fitted(samples, planned)
         return (np.pad(samples, (self.lead, 0)) if self.lead else samples), doubt
@@ -136,7 +136,7 @@ def check_track(video: AVDecoder) -> Doubt | None:
         blocks = video.map_sound(lambda at, samples: (at + samples.shape[1], _Loudness.of(as_floats(samples))))
         there = max(end for end, _ in blocks)
         _check_length(video.name, there - before, track.own_length - track.lead, track.own_rate)
-        return _Loudness(*map(sum, zip(*(loudness for _, loudness in blocks), strict=True))).doubt()
+        return _Loudness(*map(sum, zip(*(loudness for _, loudness in blocks), strict=True))).doubt(video)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,11 +274,11 @@ def _samples(value: Any) -> np.ndarray:
     return made
 
 
-def _mono(samples: np.ndarray) -> tuple[np.ndarray, Doubt | None]:
-    """Return the mean of channels (channels, samples), float32, and what is odd about it."""
+def _mono(samples: np.ndarray, decoder: AVDecoder | None = None) -> tuple[np.ndarray, Doubt | None]:
+    """Return the mean of channels (channels, samples), float32, and what is odd about it; they are of a decoder."""
     floats = np.atleast_2d(as_floats(samples))
     mono = _mean(floats)
-    return mono, _Loudness.of(floats, mono).doubt()
+    return mono, _Loudness.of(floats, mono).doubt(decoder)
 
 
 def _mean(floats: np.ndarray) -> np.ndarray:
@@ -293,25 +293,35 @@ class _Loudness(NamedTuple):
         heard: The energy of the mean of its channels.
         energy: That of its channels, in the mean.
         length: The number of samples of a channel.
+        beyond: How many of the blocks have a sample well beyond full scale.
     """
 
     heard: float = 0.0
     energy: float = 0.0
     length: int = 0
+    beyond: int = 0
 
     @classmethod
     def of(cls, floats: np.ndarray, mono: np.ndarray | None = None) -> _Loudness:
         """Return that of samples (channels, samples), whose mean may be known."""
         heard = _energy(_mean(floats) if mono is None else mono)
-        return cls(heard, heard if len(floats) == 1 else _energy(floats) / len(floats), floats.shape[1])
+        beyond = max(floats.max(initial=0.0), -floats.min(initial=0.0)) > _BEYOND
+        return cls(heard, heard if len(floats) == 1 else _energy(floats) / len(floats), floats.shape[1], int(beyond))
 
-    def doubt(self) -> Doubt | None:
-        """Return what is odd."""
+    def doubt(self, decoder: AVDecoder | None) -> Doubt | None:
+        """Return what is odd; they are samples of a decoder, or given ones."""
         if self.length and self.heard <= _SILENT * self.length:
             return "silent" if self.energy <= _SILENT * self.length else "cancelled"
         if self.heard < _CANCELLED * self.energy:
             return "cancelled"
-        return "loud" if self.heard > self.length else None
+        is_stored = self.beyond and (decoder is None or is_lossless(decoder))
+        return "loud" if is_stored or self.heard > self.length else None
+
+
+def is_lossless(decoder: AVDecoder) -> bool:
+    """Return whether the sound of a file is stored as it was. Raises DecodeError."""
+    with decoder.open_container() as container:
+        return bool(container.streams.audio[0].codec_context.codec.lossless)
 
 
 def _energy(samples: np.ndarray) -> float:
@@ -320,7 +330,9 @@ def _energy(samples: np.ndarray) -> float:
 
 Doubt = Literal["silent", "cancelled", "loud"]
 """What may be odd about a sound: nothing is heard; its channels are the reverse of each other, so that little is left
-of their mean; its samples are larger than full scale in the mean, as no sound is."""
+of their mean; its samples are larger than full scale, in the mean, or one that was stored as it is."""
+_BEYOND = 1.1
+"""A sample well beyond full scale: resampling gets near it, and what codecs with losses decode goes up to 3.5."""
 _SILENT = 1e-10
 """Mean square of samples up to which nothing is heard, not even the last bit of 16."""
 _CANCELLED = 0.01
@@ -328,7 +340,7 @@ _CANCELLED = 0.01
 _WARNINGS: dict[Doubt | None, str] = {
     "cancelled": "has channels that cancel each other: their mean, which the model hears, is nearly silent. Write it "
     "with one channel (ffmpeg -af pan=mono|c0=c0)",
-    "loud": "has samples far beyond [-1, 1], as integers written as floats, which are taken as they are: scale them",
+    "loud": "has samples beyond [-1, 1], as integers written as floats, which are taken as they are: scale them",
 }
 _logger = logging.getLogger(__name__)
 

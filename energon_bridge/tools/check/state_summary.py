@@ -108,20 +108,21 @@ def _changed_settings(before: State, after: State) -> list[str]:
 def _moved(saved: Sequence[State], here: Sequence[State]) -> list[str]:
     paths = {leaf["identity"]: leaf["path"] for leaf in here}
     return [
-        f"~ {leaf['path']} [{leaf['split_part']}] has moved to {paths[leaf['identity']]}, with the same content"
+        f"~ {_name(leaf)} has moved to {paths[leaf['identity']]}, with the same content"
         for leaf in saved
         if paths.get(leaf["identity"], leaf["path"]) != leaf["path"]
     ]
+
+
+def _name(leaf: State) -> str:
+    return leaf["path"] + (f" [{leaf['split_part']}]" if leaf["split_part"] else "")
 
 
 def _parked(before: State, after: State) -> list[str]:
     then, now = ({row["identity"]: row["parked"] for row in summary["leaves"]} for summary in (before, after))
     rows = {row["identity"]: row for row in after["leaves"]}
     changed = [identity for identity in then if identity in now and then[identity] != now[identity]]
-    return [
-        f"~ {rows[i]['path']} [{rows[i]['split_part']}] is {'parked' if now[i] else 'in the mix again'} now"
-        for i in changed
-    ]
+    return [f"~ {_name(rows[i])} is {'parked' if now[i] else 'in the mix again'} now" for i in changed]
 
 
 def _minus(now: Any, then: Any) -> Any:

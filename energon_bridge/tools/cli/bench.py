@@ -385,7 +385,7 @@ def _stages(reading: Rate, alone: Rate) -> dict[str, float]:
     return {"reading": reading.load, "decoding and batching": decoding} | stages
 
 
-_LONGER = "max_samples_per_sequence=None (in a configuration, data.max_samples_per_sequence=null)"
+_LONGER = "no limit on the samples of a slice (leave out max_samples_per_sequence)"
 _CHEAPER = {
     "reading": f"fewer and longer ranges: {_LONGER}, larger shards; or more cores",
     "decoding and batching": "SampleDecoder(image_target=...) if images are made smaller anyway, uint8 images "

@@ -174,7 +174,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
         ("dataset", "draws", "epochs", "delivered", *_HEADINGS, "bytes", *more),
         [
             (
-                f"{row['path']} [{row['split_part']}]",
+                leaf_name(row),
                 number(row["draws"]),
                 epochs(row["epochs"]),
                 *(number(row[name]) for name in _COUNTS),

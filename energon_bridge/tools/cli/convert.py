@@ -270,7 +270,7 @@ def command(
         looked_at = min(_LOOKED_AHEAD if hasattr(opened, "entry") else _SHOWN, len(opened))  # of lists, for their files
         layout = without_repeated(opened, options, looked_at).layout
         if (bad := _failing(opened, layout, range(looked_at), options)) and not options.skip_errors:
-            raise stopped(*bad)
+            raise stopped(*bad, is_all=looked_at == len(opened))
         _show_some(bad, f"Skipped {count_of(len(bad), 'sample')}", f"which a run names in {out}/{SKIPPED}")
         which = "at all" if looked_at == len(opened) else "only at the first"
         click.echo(
@@ -510,7 +510,8 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         except (SourceError, SkipSample) as error:
             if not options.skip_errors and isinstance(error, SourceError):
                 ahead = range(number, min(_LOOKED_AHEAD, len(source)))
-                raise stopped(*_failing(source, layout, ahead, options)) from error
+                bad = _failing(source, layout, ahead, options)
+                raise stopped(*bad, is_all=ahead.stop == len(source)) from error
             click.echo(f"Sample {number} is skipped: {error}")
             continue
         click.echo(f"Sample {sample.key}: {parts}")

@@ -69,7 +69,7 @@ _SURPRISES = {
         "a sound whose channels cancel each other",
         "Their mean, which the model hears, is nearly silent: write it with one channel.",
     ),
-    "loud": ("a sound whose samples lie far beyond [-1, 1]", "They are taken as they are: scale them."),
+    "loud": ("a sound whose samples lie beyond [-1, 1]", "They are taken as they are: scale them."),
     "long": ("a sound of more than 30 s", f"{TO_LEAVE_OUT_LONG}."),
     "large": ("a picture far larger than others of its shard", f"{TO_SCALE_DOWN}."),
     "rejected": ("a key beside its fields by which annotators rejected it", _TAKEN),

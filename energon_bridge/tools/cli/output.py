@@ -96,7 +96,7 @@ def epochs(value: float | None) -> str:
 
 def leaf_name(row: dict[str, Any]) -> str:
     """Name a leaf: path, split part and subset."""
-    subset = f" samples {row['subset'].replace(':', ' to ', 1)}" if row["subset"] else ""
+    subset = f" samples {row['subset'].replace(':', ' to ', 1)}" if row.get("subset") else ""
     part = f" [{row['split_part']}]" if row["split_part"] else ""
     return f"{row['path']}{part}{subset}"
 

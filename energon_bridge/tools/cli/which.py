@@ -18,7 +18,7 @@ import click
 from energon_bridge.core.errors import ConfigurationError
 from energon_bridge.core.format.dataset_config import names_only
 from energon_bridge.core.worker_config import available_cores
-from energon_bridge.tools.cli.output import count_of, print_json, print_table
+from energon_bridge.tools.cli.output import count_of, leaf_name, print_json, print_table
 from energon_bridge.tools.cli.run_options import is_mix, mix_option, open_run, run_options
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _find(path: str, texts: Sequence[str], options: dict[str, Any], *, as_json: 
         return
     rows = [
         (
-            f"{one.path} [{one.split_part}]" if one.split_part else one.path,
+            leaf_name(asdict(one)),
             one.shard,
             one.key + " (excluded)" * one.excluded,
             str(one.shard_index),
@@ -277,7 +277,7 @@ def _print(microbatches: Sequence[dict[str, Any]], masked: Sequence[int]) -> Non
         ("dataset", "shard", "key", "in shard", "epoch", "rank", "microbatch", "lane", "row", "restore key"),
         [
             (
-                f"{sample['path']} [{sample['split_part']}]",
+                leaf_name(sample),
                 sample["shard"],
                 ("-" if sample["key"] is None else sample["key"]) + (" (excluded)" if sample["excluded"] else ""),
                 str(sample["shard_index"]),

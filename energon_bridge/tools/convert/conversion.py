@@ -204,9 +204,9 @@ def _runs(root: Path, source: Source, now: Mapping[str, int]) -> list[Mapping[st
 
 
 def without_repeated(source: Source, options: ConvertOptions, count: int) -> ConvertOptions:
-    """Return options by which rows among the first `count` fail that repeat another, where keys are made of columns.
+    """Return options by which rows among the first `count` fail that have the key of another, made of columns.
 
-    Raises ConfigurationError for two with one key that differ, or if samples that fail are not skipped.
+    Raises ConfigurationError if samples that fail are not skipped.
     """
     layout = options.layout
     if layout.key is None:
@@ -216,15 +216,15 @@ def without_repeated(source: Source, options: ConvertOptions, count: int) -> Con
     for first, second in sorted(equal_keys(keys)):
         one, other = source.row(first), source.row(second)
         is_same = replace(one, where=other.where) == other
-        if not (is_same and options.skip_errors):
-            key = sample_at(source, layout, first).key
+        key = sample_at(source, layout, first).key
+        remedy = f"make it of columns that differ, such as --field '__key__={layout.key}-{{COLUMN}}'"
+        if not options.skip_errors:
             raise ConfigurationError(
-                f"{one.where} and {other.where} have one key, {key!r}: make it of columns that differ, such as "
-                f"--field '__key__={layout.key}-{{COLUMN}}', or delete one of the rows"
-                + " (they are equal: --on-error skip leaves out the later one)" * is_same
-                + "."
+                f"{one.where} and {other.where} have one key, {key!r}: {remedy}, or delete one of the rows"
+                f"{' (they are equal)' * is_same}. --on-error skip leaves out rows that have the key of an earlier one."
             )
-        repeated[second] = f"{other.where}: repeats {one.where}."
+        differs = f"differs from {one.where}, and has its key, {key!r}: {remedy}"
+        repeated[second] = f"{other.where}: {f'repeats {one.where}' if is_same else differs}."
     return replace(options, layout=replace(layout, repeated=repeated))
 
 
@@ -338,7 +338,7 @@ def _make_shard(
             for doubt in sorted(doubts or _of_texts(written, fields)):
                 shard.record.doubts.setdefault(doubt, []).append(place)
         if bad:
-            raise stopped(*bad)
+            raise stopped(*bad, is_all=job.is_all)
     except BaseException:
         shard.abort()
         raise
@@ -464,12 +464,16 @@ MOST_BAD = 10
 """Samples that fail which are named together."""
 
 
-def stopped(first: object, *more: object) -> SourceError:
-    """Return the error of samples at which a conversion stops, with the flag that leaves such samples out."""
+def stopped(first: object, *more: object, is_all: bool) -> SourceError:
+    """Return the error of samples at which a conversion stops, with the flag that leaves such samples out.
+
+    `is_all` is whether all samples of the source were looked at, for as many as are named.
+    """
     others = "".join(f"\n  {one}" for one in more[: MOST_BAD - 1])
+    may = "" if is_all and len(more) + 1 < MOST_BAD else " (more may)" if more else " Others may fail, too."
     return SourceError(
         f"{str(first).removesuffix('.')}. To leave such samples out: --on-error skip."
-        + (f" These fail, too{' (more may)' * (len(more) + 1 >= MOST_BAD)}:{others}" if more else "")
+        + (f" These fail, too{may}:{others}" if more else may)
     )
 
 

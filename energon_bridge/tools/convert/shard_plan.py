@@ -51,10 +51,11 @@ class _FailedSample:
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
-    """A shard and its samples."""
+    """A shard and its samples, which may be all of the source."""
 
     shard: str
     samples: list[SourceSample] = field(repr=False)
+    is_all: bool
 
 
 def propose_samples_per_shard(source: Source, layout: Layout) -> int:
@@ -190,7 +191,8 @@ class ShardJobs(Sequence[ShardJob]):
         if isinstance(at, slice):
             return [self[one] for one in range(*at.indices(len(self)))]
         shard, numbers = self._plan[at]
-        return ShardJob(shard, [sample_at(self._source, self._layout, number) for number in numbers.tolist()])
+        samples = [sample_at(self._source, self._layout, number) for number in numbers.tolist()]
+        return ShardJob(shard, samples, len(samples) == len(self._source))
 
 
 def sample_at(source: Source, layout: Layout, number: int) -> SourceSample:

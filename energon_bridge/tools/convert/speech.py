@@ -41,6 +41,7 @@ from energon_bridge.models.conversations.parts import PLACES, medium_by_name
 from energon_bridge.models.conversations.questions import template_columns, with_texts
 from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import CONVERSATIONS, doubts_of, find_pair
+from energon_bridge.models.families.sound import is_lossless
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import (
     LOOKED_AT,
@@ -117,10 +118,8 @@ class SoundPart(FileRef):
         rate = sound.get_audio_samples_per_second()
         if (lost := min(end, length) - self.begin - clip.shape[1] / rate) > _TOLERANCE:
             raise SourceError(f"{self.path}: lacks {lost:.2f} s of {self.begin:.2f} to {end:.2f} s. Is it cut off?")
-        with sound.open_container() as container:
-            is_exact = container.streams.audio[0].codec_context.codec.lossless
         try:
-            return as_file(clip.numpy(), rate, is_exact=is_exact)
+            return as_file(clip.numpy(), rate, is_exact=is_lossless(sound))
         except Exception as error:  # codecs raise anything
             raise SourceError(f"{self.path}: its part cannot be written: {type(error).__name__}: {error}") from error
 
@@ -166,6 +165,11 @@ def as_file(samples: np.ndarray, rate: int, *, is_exact: bool) -> bytes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechSample(RowSample):
     """A sample whose sound is FLAC or WAV: its samples say which, once they are decoded."""
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Return its parts, named by what they are, with their sizes in bytes; raises SourceError."""
+        is_copied = all(not isinstance(content, SoundPart) or content.whole for _, content in self.parts)
+        return RowSample.sizes(self) if is_copied else [(name, len(data)) for name, data in self.read()[0]]
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
         """Return its parts, named by what they are, and the accesses of its fields."""

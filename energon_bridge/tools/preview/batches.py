@@ -228,7 +228,13 @@ def shown(batch: Any, encoder: Any, *, step: int, rank: int, num_lanes: int) -> 
     valid = [True] * len(members) if mask is None else [bool(value) for value in mask.tolist()]
     number = named.lane + named.number * num_lanes if isinstance(named, BatchKey) else None
     tokens = get("tokens")
-    if tokens is None or getattr(tokens, "ndim", 0) != 2 or not get("segments"):
+    if named is None and not (isinstance(batch, dict) or is_dataclass(batch)):  # what a batch is of is not known
+        entries = batch if isinstance(batch, (list, tuple)) else [batch]
+        rows = [
+            ShownRow(valid=True, length=0, padding=0, segments=(), fields=[("value", items_of(entry))])
+            for entry in entries
+        ]
+    elif tokens is None or getattr(tokens, "ndim", 0) != 2 or not get("segments"):
         rows = [
             ShownRow(valid=valid[row], length=0, padding=0, segments=(), members=some, fields=_row(batch, row, valid))
             for row, some in enumerate(members)

@@ -475,7 +475,7 @@ const preview = (() => {
     meta.batches.forEach((one, place) => select.append(make("option", { value: place }, `step ${number(one.step)}, rank ${one.rank}${one.microbatch === null ? "" : `, microbatch ${number(one.microbatch)}`}`)));
     select.value = String(which);
     select.addEventListener("change", () => { location.hash = `#/batch/${select.value}`; });
-    const facts = `${entry.kind} of ${batch.rows.length} ${batch.rows.length === 1 ? "row" : "rows"}${entry.microbatch === null ? ", masked" : ""}${entry.inputs.length ? `, with ${entry.inputs.join(", ")}` : ""}`;
+    const facts = `${entry.kind} of ${batch.rows.length} ${batch.rows.length === 1 ? "row" : "rows"}${batch.rows.some((row) => row.valid) ? "" : ", masked"}${entry.inputs.length ? `, with ${entry.inputs.join(", ")}` : ""}`;
     main.replaceChildren(make("div", { class: "bar" }, select, make("span", { class: "quiet" }, facts)));
     if (batch.rows.some((row) => row.length)) main.append(legend());
     main.append(...rows);

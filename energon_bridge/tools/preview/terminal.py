@@ -49,9 +49,10 @@ def lines_of(record: SampleRecord, *, columns: int) -> Iterator[Styled]:
 
 def lines_of_batch(batch: ShownBatch, *, columns: int) -> Iterator[Styled]:
     """Yield the lines of a batch: for each row a bar of segments, and the tokens that fit."""
-    where = "masked" if batch.microbatch is None else f"microbatch {batch.microbatch:,}"
+    where = "" if any(row.valid for row in batch.rows) else ", masked"  # of lists, the microbatch is not known
+    where = where if batch.microbatch is None else f", microbatch {batch.microbatch:,}"
     yield Styled(
-        f"step {batch.step:,}, rank {batch.rank}, {where}: {batch.kind} of {counted(len(batch.rows), 'row')}", "bold"
+        f"step {batch.step:,}, rank {batch.rank}{where}: {batch.kind} of {counted(len(batch.rows), 'row')}", "bold"
     )
     if batch.inputs:
         yield Styled(f"with {', '.join(batch.inputs)}", "dim")

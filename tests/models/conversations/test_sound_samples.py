@@ -138,8 +138,10 @@ ODD = {
     "in the middle of six": (np.stack([0 * LOW, 0 * LOW, LOW, *[0 * LOW] * 3]), None),
     "reversed": (np.stack([LOW, -LOW]), "channels that cancel each other"),
     "nearly reversed": (np.stack([LOW, -0.9 * LOW]), "channels that cancel each other"),
-    "integers as floats": (20000 * np.stack([LOW, HIGH]), "far beyond [-1, 1]"),
+    "integers as floats": (20000 * np.stack([LOW, HIGH]), "beyond [-1, 1]"),
+    "a third above": (np.stack([2.7 * LOW, 0 * LOW]), "beyond [-1, 1]"),
     "loud": (np.stack([1.9 * LOW, 1.9 * LOW]), None),
+    "as resampling leaves it": (np.stack([2.1 * LOW, LOW]), None),
     "silent": (np.stack([0 * LOW, 0 * LOW]), None),  # lint names it
 }
 
@@ -157,6 +159,29 @@ def test_sounds_that_a_model_would_not_hear_as_people_do_are_named_once(
     assert len(caplog.messages) == (said is not None)
     assert said is None or said in caplog.messages[0]
     assert said is None or ("an array" if kind == "array" else "part 'a.wav'") in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("codec", "form", "named"), [("libmp3lame", "mp3", False), ("pcm_f32le", "wav", True)])
+def test_what_codecs_with_losses_overshoot_is_not_named(
+    codec: str, form: str, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Noise that is cut off at full scale, of which MP3 of a low rate makes samples of more than 2."""
+    file = io.BytesIO()
+    noise = np.clip(3 * np.random.default_rng(3).normal(size=32000), -1, 1).astype(np.float32)
+    with av.open(file, "w", format=form) as out:
+        stream = out.add_stream(codec, rate=16000, layout="mono")
+        stream.bit_rate = 32000
+        samples = noise if form == "mp3" else 1.6 * noise
+        kind = "fltp" if form == "mp3" else "flt"
+        for start in range(0, len(samples), 576):
+            frame = av.AudioFrame.from_ndarray(samples[None, start : start + 576], format=kind, layout="mono")
+            frame.sample_rate, frame.pts = 16000, start
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    made = sound_of(AVDecoder(file.getvalue(), name=f"a.{form}"), rate=16000).get()
+    assert np.abs(made).max() > 1.5
+    assert [message for message in caplog.messages if "beyond [-1, 1]" in message] == caplog.messages
+    assert len(caplog.messages) == named
 
 
 def test_given_samples_have_any_usual_form() -> None:

@@ -639,7 +639,7 @@ def says_odd_sounds(folder: Path) -> bool:
         [
             "1 sample with a sound in which nothing is heard: s.tar/1",
             "1 sample with a sound whose channels cancel each other: s.tar/2",
-            "1 sample with a sound whose samples lie far beyond [-1, 1]: s.tar/4",
+            "1 sample with a sound whose samples lie beyond [-1, 1]: s.tar/4",
         ],
     )
 

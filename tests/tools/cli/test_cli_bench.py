@@ -202,11 +202,10 @@ def test_what_limits_is_named() -> None:
     assert "the hooks of the task encoder | a profile" in judged(READING, replace(RATE, encode=5e-3), two)
     assert judged(replace(READING, load=1e-2), RATE, two).endswith("larger shards; or more cores")
     assert judged(READING, RATE, replace(two, waiting=0.7)).startswith("the store: 70% of the time")
-    assert "| more --num-workers, max_samples" in judged(READING, RATE, replace(two, waiting=0.7))
+    assert "| more --num-workers, no limit on the samples" in judged(READING, RATE, replace(two, waiting=0.7))
+    assert "None" not in judged(READING, RATE, replace(two, waiting=0.7)) + judged(replace(READING, load=1), RATE, two)
     enough = replace(RATE, workers=1, waiting=0.7)
-    assert bench.judge(READING, [RATE, enough, two], enough, 2)[1].startswith(
-        "max_samples_per_sequence=None (in a config"
-    )
+    assert bench.judge(READING, [RATE, enough, two], enough, 2)[1].startswith("no limit on the samples of a slice")
     assert judged(READING, RATE, replace(two, training_cpu=0.9), cores=8).startswith("the training process")
     assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the largest number tried, 2")
 

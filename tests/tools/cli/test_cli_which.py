@@ -116,6 +116,25 @@ def test_all_steps_up_to_one_are_written_to_a_file(data: Path, tmp_path: Path, k
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_tables_have_no_split_to_name(tmp_path: Path) -> None:
+    """Neither does `checkpoint diff` name one, also of a table that has moved."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"text": [f"text {number}" for number in range(20)]})
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        parquet.write_table(table, tmp_path / name / "a.parquet")
+        dataset = get_train_dataset(tmp_path / name, batch_size=2, worker_config=config_of(1, 0))
+        loader = ranks_of(dataset, 1)[0]
+        run([loader], 1 + (name == "two"))
+        (tmp_path / f"{name}.json").write_text(json.dumps(loader.save_state_rank()))
+    found = output_of("which", tmp_path / "one", "--batch-size", 2, "--step", 0)
+    found += output_of("which", tmp_path / "one", "--find", "text 7")
+    found += output_of("checkpoint", "diff", tmp_path / "one.json", tmp_path / "two.json")
+    assert f"~ {tmp_path / 'one'} has moved to {tmp_path / 'two'}, with the same content" in found
+    assert found.count("a.parquet") == 3
+    assert "[]" not in found
+
+
 def test_keys_are_the_same_however_many_are_asked_for(tmp_path: Path) -> None:
     """Keys of a shard are looked up one by one at first, and then all at once."""
     path = create_captioning_test_dataset(tmp_path / "captions", num_train=60, samples_per_shard=30)

@@ -165,6 +165,17 @@ def test_bad_rows_are_named_together(tmp_path):
         message = refused(source, tmp_path / "out", *flags, *more)
         assert [int(number) for number in re.findall(r"/(\d+)\.jpg: cannot read", message)] == [1, 9]
         assert "These fail, too:\n" in message
+    (tmp_path / "1.jpg").write_bytes(picture(1, "JPEG"))
+    for number in (8, 19):
+        (tmp_path / f"{number}.jpg").unlink()
+    for size, named, told in (
+        (15, [8, 9], "These fail, too (more may):\n"),
+        (9, [8], "--on-error skip. Others may fail, too."),
+        (40, [8, 9, 19], "These fail, too:\n"),
+    ):
+        message = refused(source, tmp_path / "out", *flags, "--samples-per-shard", size)
+        assert [int(number) for number in re.findall(r"/(\d+)\.jpg: cannot read", message)] == named
+        assert told in message
 
 
 def test_paths_of_windows_are_named(tmp_path):
@@ -880,7 +891,7 @@ def test_keys_of_columns_stay_when_rows_are_inserted(tmp_path: Path, key: str) -
 
 
 def test_rows_that_repeat_others_are_left_out_when_asked(tmp_path: Path) -> None:
-    """By a dry run as by the run; rows of one key that differ in a column stop both."""
+    """By a dry run as by the run; so are rows that have the key of an earlier one and differ in a column."""
     source = photographs(tmp_path, 12)
     lines = source.read_text().splitlines()
     flags = ("--split-ratio", "1,0,0", "--samples-per-shard", "5", "--field", "__key__=image")
@@ -889,7 +900,7 @@ def test_rows_that_repeat_others_are_left_out_when_asked(tmp_path: Path) -> None
     for dry in ([], ["--dry-run"]):
         message = refused(source, tmp_path / "out", *flags, *dry)
         assert "line 2 and" in message
-        assert "or delete one of the rows (they are equal: --on-error skip leaves out the later one)." in message
+        assert "or delete one of the rows (they are equal). --on-error skip leaves out rows that have" in message
         told = convert(source, tmp_path / "out", *flags, "--on-error", "skip", *dry)
         assert f"Skipped 3 samples:\n  {skipped[0]}\n  {skipped[1]}\n  {source}, line 8: " in told
     assert {name.split(".")[0] for name in members(tmp_path / "out")} == {f"p{number}" for number in range(12)}
@@ -900,10 +911,18 @@ def test_rows_that_repeat_others_are_left_out_when_asked(tmp_path: Path) -> None
     told = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
     assert "Skipped 4 samples:" in told
     assert f"  {source}, line 16: repeats {source}, line 4." in told
-    source.write_text("\n".join([*lines, lines[1].replace("a cat", "a dog")]) + "\n")
-    for dry in ([], ["--dry-run"]):
-        message = refused(source, tmp_path / "other", *flags, "--on-error", "skip", *dry)
-        assert "'__key__={image}-{COLUMN}', or delete one of the rows." in message
+    other = lines[1].replace("a cat", "a dog")
+    source.write_text("\n".join([*lines, other, other, lines[3].replace("a cat", "a cow")]) + "\n")
+    for dry in (["--dry-run"], []):
+        message = refused(source, tmp_path / "other", *flags, *dry)
+        assert "'__key__={image}-{COLUMN}', or delete one of the rows. --on-error skip leaves out rows" in message
+        told = convert(source, tmp_path / "other", *flags, "--on-error", "skip", *dry)
+        for line, of, key in ((13, 2, "p1"), (15, 4, "p3")):
+            assert f"  {source}, line {line}: differs from {source}, line {of}, and has its key, '{key}': make " in told
+        assert f"Skipped 3 samples:\n  {source}, line 13: " in told
+        assert f"  {source}, line 14: repeats {source}, line 13.\n" in told
+    assert {name.split(".")[0] for name in members(tmp_path / "other")} == {f"p{number}" for number in range(12)}
+    assert not any(b"a dog" in part or b"a cow" in part for part in members(tmp_path / "other").values())
 
 
 def test_a_dry_run_names_what_the_run_skips(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_parts_of_all_kinds_of_sounds(
     """Two decoders differ in the last bits of what has losses; all else is equal, also beyond 1 and if quiet."""
     path = written(tmp_path / f"long.{ending}", 6, channels=channels, rate=24000, loud=loud, **form)
     lines(tmp_path / "m.json", [{"audio_filepath": path.name, "offset": 2.5, "duration": 1.25, "text": "a"}] * 2)
-    convert(tmp_path / "m.json", tmp_path / "out")
+    shown = convert(tmp_path / "m.json", tmp_path / "out")
     (decoder,) = delivered(tmp_path / "out")[0].audios
     expected, _ = soundfile.read(path, start=60000, frames=30000, always_2d=True, dtype="float32")
     (heard,) = decoder.get_audio_clips([(0, 1.25)])[0]
@@ -179,6 +179,7 @@ def test_parts_of_all_kinds_of_sounds(
     with tarfile.open(tmp_path / "out/train/00000.tar") as tar:
         (ends,) = {name.rpartition(".")[2] for name in tar.getnames() if not name.endswith(".json")}
     assert ends == stored[0].lower()[: len(ends)]
+    assert f"Sample 000000000: 0.{ends} (" in shown
 
 
 @pytest.mark.parametrize(

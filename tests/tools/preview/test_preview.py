@@ -389,6 +389,34 @@ def test_a_packed_step_is_what_worker_processes_deliver(data: Path, captions: Pa
                 assert " ".join(learned) == f"{caption['text']} </s>"
 
 
+class Texts(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Its batches are lists of texts, or one text, which have no keys."""
+
+    def __init__(self, *, together: bool) -> None:
+        super().__init__()
+        self.together = together
+
+    def batch(self, samples: list[Any]) -> Any:
+        texts = [sample.caption for sample in samples]
+        return " / ".join(texts) if self.together else texts
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_batches_that_are_lists_show_what_is_in_them(captions: Path, together: bool) -> None:
+    spec = get_train_dataset(
+        captions, batch_size=2, task_encoder=Texts(together=together), worker_config=config_of(1, 0)
+    )
+    loader = get_savable_loader(spec)
+    batch = next(iter(loader))
+    loader.close()
+    (found,) = delivered(spec, range(1), world_size=1)
+    texts = [batch] if together else batch
+    lines = [line.plain.strip() for line in lines_of_batch(found, columns=0)]
+    kind = "str of 1 row" if together else "list of 2 rows"
+    rows = [line for number, text in enumerate(texts) for line in (f"row {number}", "value", text)]
+    assert lines[:-1] == [f"step 0, rank 0: {kind}", *rows]
+
+
 class Turning(DefaultTaskEncoder[Any, Any, Any, Any]):
     """Turns images as EXIF says, and lays transparent ones on white."""
 
