@@ -45,9 +45,9 @@ LAYERS = (
 BUDGETS = {
     "core": 17_610,
     "cloud": 3_450,
-    "models": 12_244,
+    "models": 12_248,
     "trainers": 4_691,
-    "tools": 15_551,
+    "tools": 15_563,
     "compat": 2_560,
     "training": 3_150,
 }

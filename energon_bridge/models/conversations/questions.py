@@ -182,7 +182,7 @@ def _listed(column: str, value: Any) -> Options | None:
         texts = lower.get("text", lower.get("texts"))
         labels = lower.get("label", lower.get("labels"))
         if not isinstance(texts, list | tuple):
-            filled = {name: one for name, one in value.items() if _is_plain(one)}
+            filled = {name: one for name, one in value.items() if _is_plain(one) or isinstance(one, dict | list)}
             labels = list(filled)
             texts = list(filled.values())
     elif isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
@@ -503,12 +503,21 @@ def chosen(value: Any, options: Options, column: str, given: AnswersAs | None = 
             "or --answers-as number (from 1)"
         )
     said = str(value)
-    is_own = any(one.casefold() in said.casefold() for one in options.texts) or re.search(
-        rf"\b[{''.join(options.letters)}]\b", said
+    is_own = any(_is_in(said, one) for one in options.texts) or re.search(
+        rf"\b[{''.join(options.letters)}]\b", _ARTICLE.sub("", said)
     )
     if not isinstance(value, str) or not is_own or not said.strip("0123456789. "):
         raise SampleError(f"{shown}: it is none of these. Write its letter, its text or its number")
     return None
+
+
+_ARTICLE = re.compile(r"(?:(?<=[.!?] )|^)[AI] (?!is\b|was\b|and\b|or\b|because\b|since\b)(?=\w)")
+
+
+def _is_in(said: str, choice: str) -> bool:
+    """Return whether an answer has the text of a choice in it; a short one only as a word: `no` is not in `unknown`."""
+    word = re.escape(choice) if len(choice) > 3 else rf"(?<![A-Za-z0-9]){re.escape(choice)}(?![A-Za-z0-9])"
+    return re.search(word, said, re.IGNORECASE) is not None
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------

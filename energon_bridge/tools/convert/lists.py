@@ -42,7 +42,6 @@ from energon_bridge.models.conversations.questions import (
     options_of,
     question_with,
     short_text,
-    texts_in,
     texts_of,
     unknown_texts,
 )
@@ -53,6 +52,7 @@ from energon_bridge.models.conversations.turns import (
     CONVERSATIONS,
     KNOWN_BESIDE,
     ROLES,
+    SYSTEMS,
     find_pair,
     has_pairs,
     has_preferences,
@@ -726,6 +726,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     if layout.question is not None or layout.fields.get("context") in layout.templates:
         return
     _check_texts(rows, layout)
+    _check_choices(rows, layout, remedy)
     if "label" in layout.fields or "label_name" in layout.fields or "caption" in layout.fields:
         _check_labels(rows, layout, remedy.replace("\\n{question}", ""))
     if not (layout.is_crude or "context" in layout.fields):
@@ -776,6 +777,17 @@ def _check_texts(rows: Sequence[Row], layout: Layout) -> None:
             )
 
 
+def _check_choices(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
+    """Raise SourceError if captions or texts of the first rows have choices and an answer beside them: questions."""
+    told = layout.fields.get("caption", layout.fields.get("text", "")).partition("[")[0]
+    for row in rows if told else ():
+        entry = {name: value for name, value in row.values.items() if name not in (*layout.columns, *layout.ignored)}
+        with located(row.where), as_source():
+            options = options_of(entry) if _named(entry, _ANSWERS) else None
+        if options is not None:
+            raise SourceError(f"{row.where}: {_beside(options.columns, row.values, (told, ''), remedy)}")
+
+
 _MAY_BE_JUDGED = ("text", "txt", "title", "prompt", "sentence")
 """Captions that a label beside them may be about, as of Hateful Memes."""
 _TRUE_OR_NOT = frozenset(("0", "1", "true", "false", "none"))
@@ -813,7 +825,7 @@ def _check_labels(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
 
 
 def _named_contexts(entry: Mapping[str, Any]) -> list[str]:
-    return [name for name in entry if name.lower() in CONTEXTS and texts_in(entry[name])]
+    return [name for name in entry if name.lower() in (*CONTEXTS, *CHOICES) and is_filled(entry[name])]
 
 
 def _check_order(rows: Sequence[Row], layout: Layout) -> None:
@@ -977,9 +989,12 @@ def _is_more(row: Row) -> bool:
     pair = find_pair(row.values)
     if pair is None or has_preferences(row.values):
         return has_preferences(row.values) or has_pairs(row.values)
-    beside = [name for name in BESIDE_PAIRS if name in row.values and name not in pair]
-    with suppress(SampleError):
+    known = (*BESIDE_PAIRS, *SYSTEMS, "inputs", "functions")
+    beside = [name for name in known if name in row.values and name not in pair]
+    try:
         beside += columns_of({name: value for name, value in row.values.items() if name not in pair})
+    except SampleError:  # its sample says so
+        return True
     beside += [name for name in row.values if is_option(name, "image") and row.files]
     return bool(beside) or (bool(row.files) and (pair[0] not in _QUESTIONS or pair[1] not in _ANSWERS))
 

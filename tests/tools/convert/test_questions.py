@@ -861,3 +861,69 @@ def test_lists_that_are_answers_stay_texts(tmp_path: Path) -> None:
     assert learned(converted(listed(tmp_path, rows), tmp_path / "out", "--split-ratio", "1,0,0")) == [
         ["List them.", "['p', 'q']"]
     ]
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt", "system_message", "systemInstruction", "inputs"])
+def test_what_belongs_to_a_pair_is_learned_beside_an_image_too(tmp_path: Path, name: str) -> None:
+    """As without an image: a `VQASample` would leave it out."""
+    row = {"question": "Which?", "answer": "Red.", name: "Answer in one word, please."}
+    texts = {("image",): None, (): None}
+    for beside in texts:
+        folder = tmp_path / f"of{len(beside)}"
+        folder.mkdir()
+        source = listed(folder, [{**row, **dict.fromkeys(beside, "a.png")}])
+        texts[beside] = learned(converted(source, folder / "out", "--split-ratio", "1,0,0"))
+    assert texts["image",] == texts[()]
+    assert any(row[name] in text for text in texts["image",][0])
+
+
+@pytest.mark.parametrize("choices", [{"a": {"rawText": "one"}, "b": {"rawText": "two"}}, {"a": "one", "b": ["two"]}])
+@pytest.mark.parametrize("image", [{"image": "a.png"}, {}])
+def test_choices_that_are_not_understood_are_refused(
+    tmp_path: Path, choices: dict[str, Any], image: dict[str, str]
+) -> None:
+    """As TQA has them; without them, the model learns the letter of a choice that it does not see."""
+    source = listed(tmp_path, [{**image, "question": "Which?", "choices": choices, "answer": "b"}])
+    assert "`choices`: expected a list of up to 26 choices" in refused(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer"),
+    [(["a cat", "a dog"], "A box."), (["no", "yes"], "unknown"), (["on", "off"], "It is wrong. A button is missing.")],
+)
+def test_an_answer_that_names_no_choice_is_refused(tmp_path: Path, choices: list[str], answer: str) -> None:
+    """Visual7W lists the wrong choices only; its answers begin with an article, which is no letter of a choice."""
+    source = listed(tmp_path, [{"image": "a.png", "question": "Which?", "choices": choices, "answer": answer}])
+    assert f"{answer!r}, with 2 choices in choices: it is none of these" in refused(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("answer", ["A because it purrs.", "The answer is A", "A cat is an animal.", "So it is: Off."])
+def test_an_answer_in_words_of_its_own_stays(tmp_path: Path, answer: str) -> None:
+    row = {"image": "a.png", "question": "Which?", "choices": ["cat", "off"], "answer": answer}
+    out = converted(listed(tmp_path, [row]), tmp_path / "out", "--split-ratio", "1,0,0")
+    assert learned(out) == [["Which?\nA. cat\nB. off", answer]]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"image": "a.png", "subject": "How large?", "label": 1}, "`label` may be about the image and the text in"),
+        ({"text": "How large is it?", "answer": "B"}, "beside `text` has a text"),
+        ({"text": "How large is it?", "label": 1}, "beside `text` has a text"),
+        ({"image": "a.png", "caption": "How large is it", "answer": "B"}, "beside `caption` has a text"),
+    ],
+)
+def test_choices_beside_what_is_not_called_a_question_are_refused(
+    tmp_path: Path, row: dict[str, Any], said: str
+) -> None:
+    """GeoQA calls its question `subject`; the number of a choice, or the text alone, would be learned without them."""
+    rows = [{**row, "choices": [f"{at}0", f"{at}5"]} for at in range(3)]
+    message = refused(listed(tmp_path, rows), tmp_path / "out")
+    assert said in message
+    assert "--ignore choices" in message
+
+
+def test_choices_that_are_the_same_in_all_rows_are_names_of_classes(tmp_path: Path) -> None:
+    rows = [{"image": "a.png", "choices": ["small", "large"], "label": at % 2} for at in range(4)]
+    out = converted(listed(tmp_path, rows), tmp_path / "out", "--split-ratio", "1,0,0")
+    assert "ImageClassification" in (out / ".nv-meta/dataset.yaml").read_text()
