@@ -623,7 +623,8 @@ def check_whole(rows: Sequence[Row], without: str) -> None:
             f"it answers. Write a conversation into each row, as `messages`, of the rows with the same "
             f"{' and '.join(parts) or 'conversation'}, or {without.replace('COLUMN', column)}"
         )
-    if column is None and (tree := next((name for name, value in row.values.items() if _is_tree(value)), None)):
+    trees = (name for name, one in row.values.items() if isinstance(one, dict) and isinstance(one.get("replies"), list))
+    if column is None and (tree := next(trees, None)):
         raise SourceError(
             f"{where}`{tree}` is a tree of messages, with several `replies` to each: write a conversation for each way "
             "through it, as `messages`."
@@ -636,10 +637,6 @@ def check_whole(rows: Sequence[Row], without: str) -> None:
 
 _ROLES = (*ROLES, "prompter")
 _THREAD = re.compile(r"(parent|conversation|conv|message_tree|thread|dialog|dialogue|session|chat|topic)_?(id|hash)?")
-
-
-def _is_tree(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("replies"), list)
 
 
 def propose_layout(rows: Sequence[Row]) -> Layout:
@@ -725,8 +722,7 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     """
     if layout.question is not None or layout.fields.get("context") in layout.templates:
         return
-    _check_texts(rows, layout)
-    _check_choices(rows, layout, remedy)
+    _check_texts(rows, layout, remedy)
     if "label" in layout.fields or "label_name" in layout.fields or "caption" in layout.fields:
         _check_labels(rows, layout, remedy.replace("\\n{question}", ""))
     if not (layout.is_crude or "context" in layout.fields):
@@ -761,10 +757,10 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
             raise SourceError(f"{rows[0].where}: {_beside([name], {name: texts[0]}, None, remedy)}")
 
 
-def _check_texts(rows: Sequence[Row], layout: Layout) -> None:
-    """Raise SourceError if captions or texts are JSON of questions or preferences, as those of RLHF-V."""
+def _check_texts(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
+    """Raise SourceError for captions or texts that are JSON of questions (RLHF-V), or have choices and an answer."""
     column = layout.fields.get("caption", layout.fields.get("text", "")).partition("[")[0]
-    for row in rows:
+    for row in rows if column else ():
         text = row.values.get(column)
         entry: Any = None
         if isinstance(text, str) and text.lstrip().startswith("{"):
@@ -775,17 +771,11 @@ def _check_texts(rows: Sequence[Row], layout: Layout) -> None:
                 f"{row.where}: `{column}` is JSON with {', '.join(list(entry)[:5])} ({shown(text)}), which would be "
                 "learned as it is: write its entries into columns of these names."
             )
-
-
-def _check_choices(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
-    """Raise SourceError if captions or texts of the first rows have choices and an answer beside them: questions."""
-    told = layout.fields.get("caption", layout.fields.get("text", "")).partition("[")[0]
-    for row in rows if told else ():
-        entry = {name: value for name, value in row.values.items() if name not in (*layout.columns, *layout.ignored)}
+        beside = {name: value for name, value in row.values.items() if name not in (*layout.columns, *layout.ignored)}
         with located(row.where), as_source():
-            options = options_of(entry) if _named(entry, _ANSWERS) else None
+            options = options_of(beside) if _named(beside, _ANSWERS) else None
         if options is not None:
-            raise SourceError(f"{row.where}: {_beside(options.columns, row.values, (told, ''), remedy)}")
+            raise SourceError(f"{row.where}: {_beside(options.columns, row.values, (column, ''), remedy)}")
 
 
 _MAY_BE_JUDGED = ("text", "txt", "title", "prompt", "sentence")
@@ -806,7 +796,8 @@ def _check_labels(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     texts: dict[str, None] = {}
     if label:
         for row in values:
-            texts |= dict.fromkeys((*unknown_texts(row, (*KNOWN_BESIDE, *mapped)), *_named_contexts(row)))
+            known = (name for name in row if name.lower() in (*CONTEXTS, *CHOICES) and is_filled(row[name]))
+            texts |= dict.fromkeys((*unknown_texts(row, (*KNOWN_BESIDE, *mapped)), *known))
     else:
         caption = layout.fields["caption"].partition("[")[0]
         label = next((name for row in values for name in row if name.lower() in _JUDGEMENTS and name not in mapped), "")
@@ -822,10 +813,6 @@ def _check_labels(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
             f"{rows[0].where}: `{label}` may be about the image and the text in `{column}` ({shown(pairs[0][1])}), and "
             f"only one of the two would be learned. {remedy.replace('COLUMN', column)}{alone}"
         )
-
-
-def _named_contexts(entry: Mapping[str, Any]) -> list[str]:
-    return [name for name in entry if name.lower() in (*CONTEXTS, *CHOICES) and is_filled(entry[name])]
 
 
 def _check_order(rows: Sequence[Row], layout: Layout) -> None:
