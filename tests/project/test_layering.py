@@ -45,7 +45,7 @@ LAYERS = (
 BUDGETS = {
     "core": 17_610,
     "cloud": 3_450,
-    "models": 12_248,
+    "models": 12_253,
     "trainers": 4_691,
     "tools": 15_563,
     "compat": 2_560,

@@ -250,6 +250,21 @@ def test_what_is_no_segment_leaves_a_video_whole(tmp_path: Path, media: Path, be
     )
 
 
+@pytest.mark.parametrize("span", [{"start": 0.8, "end": 1.6}, {"segment": [0.8, 1.6]}, {"segments": [[0.8, 1.6]]}])
+def test_whose_segment_it_is_beside_a_video_and_a_sound_is_said(span: dict[str, Any]) -> None:
+    media = {"__key__": "a", "film.mp4": "file", "a.wav": "file"}
+    with pytest.raises(SampleError, match=rf"`{next(iter(span))}` may be of the video, of the sound or of both"):
+        cook_conversation({**media, "json": llava("<video><audio>color?", **span)})
+    named = llava("<video><audio>color?", video_start=0.8, video_end=1.6, duration=3.0)
+    said = read_conversation(cook_conversation({**media, "json": named}))
+    (video,) = said.videos
+    assert isinstance(video, MediaWithOptions)
+    assert video.options == MediaOptions(begin=0.8, end=1.6)
+    assert said.audios == ("file",)
+    whole = read_conversation(cook_conversation({**media, "json": llava("<video><audio>color?", duration=3.0)}))
+    assert (*whole.videos, *whole.audios) == ("file", "file")
+
+
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"rotation": 90}, "red.png"),
     ({"rotation": "180"}, "film.mp4"),

@@ -8,7 +8,8 @@
 In an entry, fps and nframes may be what its file has: a warning names them, and frames are taken by those of parts.
 
 A segment has what is shown or heard from its begin on and before its end. In an entry it is that of its video, or of
-its sound if it has no video; `clips` and `segments` give one for each of several. `Start Time` is `start_time`.
+its sound if it has no video; beside both, its name must say `video`. `clips` and `segments` give one for each of
+several. `Start Time` is `start_time`.
 
 What looks like a span of times under another name (`relevant_windows`, `ts`, a `start` and `end` inside `metadata`) is
 an error beside a video or sound, which would be learned whole; but if the texts say these times, it is their answer.
@@ -263,6 +264,11 @@ def entry_segments(
             )
         segments = [found]
     names = [name for name in given if segment_meaning(name) != "length"]
+    if segments and kind == "video" and there.get("audio") and not any("video" in _words(name) for name in given):
+        raise SampleError(
+            f"`{names[0]}` may be of the video, of the sound or of both: for the video alone, write video_start and "
+            f"video_end; for both, write it into their parts of a message; or {_without(*given)}"
+        )
     if segments and _are_said([(begin, end or begin) for begin, end in segments], entry, names):
         raise SampleError(
             f"`{names[0]}` gives a segment of the {kind}, and the texts say its times: for the whole {kind} to be "
