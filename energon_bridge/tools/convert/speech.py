@@ -76,6 +76,7 @@ _NAMES = (
     ),
 )
 """Columns of a sound and of what is said in it; `text` is that only beside those of lists of speech."""
+_QUESTIONS = ("question", "instruction", "prompt", "query", "problem")
 _SPEAKERS = ("speaker", "speaker_id", "spk_id", "client_id")
 _SOUNDS = (".flac", ".wav", ".mp3", ".ogg", ".opus", ".m4a")
 
@@ -240,6 +241,12 @@ class SpeechSource(TableSource):
                 raise SourceError(
                     f"the text is a translation ({shown(text)}), and the question {PROMPT!r}: give another, such as "
                     "--prompt 'Translate the speech into German.', for a list of one language."
+                )
+            own = next((name for name in _QUESTIONS if isinstance(entry.get(name), str) and entry[name].strip()), None)
+            if self.prompt == PROMPT and own is not None:
+                raise SourceError(
+                    f"`{own}` ({shown(entry[own])}) may be the question about the sound, which would be {PROMPT!r}: "
+                    f"--prompt '{{{own}}}' asks it, another --prompt asks that."
                 )
             self._name_mark(text)
             asked = [{"type": "audio"}, {"type": "text", "text": _asked(self.prompt, entry)}]

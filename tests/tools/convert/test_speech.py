@@ -273,6 +273,18 @@ def test_questions_may_have_columns(tmp_path: Path) -> None:
     assert "write the question about sounds as --prompt" in told
 
 
+@pytest.mark.parametrize("column", ["instruction", "prompt", "question"])
+def test_a_question_beside_a_text_is_not_replaced_by_the_usual_one(tmp_path: Path, column: str) -> None:
+    """As manifests of speech models have them: the text is the answer to it, and no transcript."""
+    written(tmp_path / "a.wav", 1.0)
+    manifest = lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "A man.", column: "Who speaks?"}])
+    told = refusal_of("convert", manifest, tmp_path / "o", "--split-ratio", "1,0,0")
+    assert f"`{column}` ('Who speaks?') may be the question about the sound" in told
+    for number, (prompt, asked) in enumerate({f"{{{column}}}": "Who speaks?", "Say it.": "Say it."}.items()):
+        convert(manifest, tmp_path / f"{number}", "--prompt", prompt)
+        assert list(map(said, delivered(tmp_path / f"{number}"))) == [(asked, "A man.")]
+
+
 def test_sounds_that_are_asked_about_are_no_images(tmp_path: Path) -> None:
     """ClothoAQA's table."""
     written(tmp_path / "a.wav", 1.0)
