@@ -47,7 +47,7 @@ BUDGETS = {
     "cloud": 3_450,
     "models": 12_253,
     "trainers": 4_691,
-    "tools": 15_564,
+    "tools": 15_567,
     "compat": 2_560,
     "training": 3_150,
 }

@@ -223,6 +223,9 @@ class SpeechSource(TableSource):
     def _row(self, entry: Mapping[str, Any], where: str) -> Row:
         with located(where):
             sound = self._sound(entry)
+            other = entry.get("audio")
+            if isinstance(other, str) and os.path.basename(other) not in ("", os.path.basename(entry[self._file])):
+                raise SourceError(f"`{self._file}` and `audio` name different files ({other}): leave one column out.")
             values = {
                 name: value for name, value in entry.items() if name not in (*_TAKEN, "audio", self._file, self.text)
             }

@@ -285,6 +285,18 @@ def test_a_question_beside_a_text_is_not_replaced_by_the_usual_one(tmp_path: Pat
         assert list(map(said, delivered(tmp_path / f"{number}"))) == [(asked, "A man.")]
 
 
+@pytest.mark.parametrize("column", ["path", "audio_filepath"])
+def test_a_second_sound_is_not_left_out_in_silence(tmp_path: Path, column: str) -> None:
+    for name in ("a.wav", "b.wav"):
+        written(tmp_path / name, 1.0)
+    entry = {column: "a.wav", "audio": "b.wav", ("sentence" if column == "path" else "text"): "A man."}
+    told = refusal_of("convert", lines(tmp_path / "m.jsonl", [entry]), tmp_path / "o", "--split-ratio", "1,0,0")
+    assert f"`{column}` and `audio` name different files (b.wav)" in told
+    same = lines(tmp_path / "n.jsonl", [{**entry, "audio": other} for other in ("clips/a.wav", "", None)])
+    convert(same, tmp_path / "out")
+    assert [len(talk.audios) for talk in delivered(tmp_path / "out")] == [1, 1, 1]
+
+
 def test_sounds_that_are_asked_about_are_no_images(tmp_path: Path) -> None:
     """ClothoAQA's table."""
     written(tmp_path / "a.wav", 1.0)
