@@ -614,6 +614,12 @@ def get_clips_uniform(
         return clips_until(shown)  # the headers claim more frames than there are
 
 
+def is_lossless(decoder: AVDecoder) -> bool:
+    """Return whether the sound of a file is stored as it was. Raises DecodeError."""
+    with decoder.open_container() as container:
+        return bool(container.streams.audio[0].codec_context.codec.lossless)
+
+
 @overload
 def get_single_frames_uniform(
     av_decoder: AVDecoder,

@@ -27,6 +27,7 @@ from energon_bridge.core.errors import DecodeError, SampleError
 from energon_bridge.core.samples.sample_place import warn_once
 from energon_bridge.core.storage import ByteRange
 from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.av.av_decoder import is_lossless
 from energon_bridge.models.av.sound import as_floats, resample
 from energon_bridge.models.conversations.conversation import MediaWithOptions
 from energon_bridge.models.conversations.segments import MediaOptions
@@ -316,12 +317,6 @@ class _Loudness(NamedTuple):
             return "cancelled"
         is_stored = self.beyond and (decoder is None or is_lossless(decoder))
         return "loud" if is_stored or self.heard > self.length else None
-
-
-def is_lossless(decoder: AVDecoder) -> bool:
-    """Return whether the sound of a file is stored as it was. Raises DecodeError."""
-    with decoder.open_container() as container:
-        return bool(container.streams.audio[0].codec_context.codec.lossless)
 
 
 def _energy(samples: np.ndarray) -> float:

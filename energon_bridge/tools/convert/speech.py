@@ -36,12 +36,12 @@ import numpy as np
 
 from energon_bridge.core.errors import DecodeError, SkipSample, SourceError
 from energon_bridge.models.av import AVDecoder
+from energon_bridge.models.av.av_decoder import is_lossless
 from energon_bridge.models.av.media_file import import_av
 from energon_bridge.models.conversations.parts import PLACES, medium_by_name
 from energon_bridge.models.conversations.questions import template_columns, with_texts
 from energon_bridge.models.conversations.segments import segment_meaning
 from energon_bridge.models.conversations.turns import CONVERSATIONS, doubts_of, find_pair
-from energon_bridge.models.families.sound import is_lossless
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import (
     LOOKED_AT,
