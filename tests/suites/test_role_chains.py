@@ -1,11 +1,11 @@
 """Chains of stops with roles, against an uninterrupted run on one grid.
 
-A chain is drawn from a seed and a number: an encoder, rows or packs, a mix with filters or a join, and legs, each with
-grids of sizes of its own, microbatches that encoders get at once, workers, and balance or none. The state of the
-language ranks passes from one to the next; after it was saved, ranks go on for some steps, and are ended. In some legs
-each rank is a process that kills itself between two steps, a language rank or an encoder rank first; the next leg goes
-on from the last state that all language ranks have saved. `ENERGON_CHAINS` sets how many chains, `ENERGON_CHAIN_SEED`
-which.
+A chain is drawn from a seed and a number: an encoder, rows or packs, a mix with filters, buckets or a join, and legs,
+each with grids of sizes of its own, microbatches that encoders get at once, workers, and balance or none. The state of
+the language ranks passes from one to the next; after it was saved, ranks go on for some steps, and are ended. In some
+legs each rank is a process that kills itself between two steps, a language rank or an encoder rank first; the next leg
+goes on from the last state that all language ranks have saved. `ENERGON_CHAINS` sets how many chains,
+`ENERGON_CHAIN_SEED` which.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0, num_lanes=NUM_LANES)
 
 
 class Skipping(ChatTemplateTaskEncoder):
-    """Leaves out some samples by chance, and makes two of others."""
+    """Leaves out some samples by chance, and makes two of others; where there are buckets, one of each."""
 
     cookers = (Cooker(cook_conversation),)
+    times = (1, 1, 2)
 
     def preencode_sample(self, sample: Any) -> Iterator[Any]:
         if random.random() < 0.1:
             raise SkipSample
-        for _ in range(random.choice([1, 1, 2])):
+        for _ in range(random.choice(self.times)):
             made: Any = super().preencode_sample(sample)
             made.loss_mask = made.loss_mask * (1 + random.random())
             yield made
@@ -177,6 +178,11 @@ def run_chain(data: Path, number: int, folder: Path) -> None:
         [{"batch_size": rng.randint(1, 3)}, {"batch_size": 1, "packing_buffer_size": rng.choice([4, 12])}]
     )
     tree = drawn_tree(rng)
+    buckets = random.Random(f"{SEED} {number} buckets")
+    if buckets.random() < 0.4 and tree.keys() <= {"path", "filter", "blend"}:
+        options["group_by"] = buckets.choice(["pictures > 0", "tier(pictures, 0, 1, 2)"])
+        options |= {"bucket_batch_size": "6 / (1 + pictures)"} if "packing_buffer_size" in options else {}
+        encoder.times = (1,)
     mix = metadataset(data, train=tree)
     dataset = get_train_dataset(mix, task_encoder=encoder, worker_config=CONFIG, **options)
     balanced = rng.random() < 0.2
@@ -202,7 +208,7 @@ def run_chain(data: Path, number: int, folder: Path) -> None:
                 assert rows_of(whole, full) == rows_of(came, full)
             assert_same_run(leg.sizes, steps, whole, found, macro=leg.macro)
         except AssertionError as error:
-            raise AssertionError(f"seed {SEED}, chain {number}, {tree}, {leg} of {legs}: {error}") from error
+            raise AssertionError(f"seed {SEED}, chain {number}, {tree}, {options}, {leg} of {legs}: {error}") from error
         if saved:
             state = merge(saved) if rng.random() < 0.5 else saved
             done += leg.language * leg.steps

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tarfile
+from bisect import bisect
+from collections import Counter
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine import digest
-from grids import NUM_LANES, as_dealt, assert_same_run, pictures_dataset, plain
+from grids import NUM_LANES, as_dealt, assert_same_run, pictures_dataset, plain, reads_counted
 from made import made_once
 
 pytest.importorskip("transformers")
@@ -26,6 +29,7 @@ from energon_bridge import (
     EnergonMultiModalDataModule,
     SkipSample,
     WorkerConfig,
+    add_column,
     get_savable_loader,
     get_train_dataset,
     get_val_dataset,
@@ -35,6 +39,7 @@ from energon_bridge.core.errors import ConfigurationError, StepMismatchError, Wr
 from energon_bridge.core.loader.dataset_spec import DatasetSpec
 from energon_bridge.models.conversations.cooker import cook_conversation
 from energon_bridge.models.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.tools.columns.making import content_bytes
 from energon_bridge.trainers.replica.assignment import imbalance
 from energon_bridge.trainers.replica.costs import num_tokens
 from energon_bridge.trainers.replica.warmup import CostWarmup
@@ -185,6 +190,41 @@ def test_a_run_goes_on_with_other_grids_and_without_balance(data: Path) -> None:
     inside.close()
     loader.close()
     assert first["language"][1][0].__key__
+
+
+def test_tiers_of_bytes_level_what_encoder_ranks_read(tmp_path: Path) -> None:
+    """All ranks have samples of like size in a step; and the run is that of one grid: balanced, and after a resume."""
+    data = pictures_dataset(tmp_path, (480,))
+    add_column(data, "bytes", content_bytes, raw=True)
+    sizes_of: Counter[str] = Counter()
+    with tarfile.open(data / "train" / "0.tar") as tar:
+        for member in tar:
+            sizes_of[member.name.split(".")[0]] += member.size
+    lows = [0, *(sorted(sizes_of.values())[480 * part // 4] for part in (1, 2, 3))]
+    in_tiers = {"group_by": f"tier(bytes, {', '.join(map(str, lows))})"}
+    shares, tiers = [], [set[int]() for _ in range(10)]
+    for options in ({}, in_tiers):
+        of_rank = []
+        for rank in range(4):
+            loader = make_roles(grids={"language": (None, 8), "vision": (rank, 4)}).loader(dataset_of(data, **options))
+            with reads_counted() as read:
+                for step, batch in enumerate(islice(loader, 10)):
+                    found = {bisect(lows, sizes_of[key.split("/")[-1]]) for key in batch["vision"].__key__}
+                    tiers[step] |= found if options else set()
+            loader.close()
+            of_rank.append(sum(length for _, length in read))
+        shares.append(max(of_rank) / sum(of_rank))
+    assert set(map(len, tiers)) == {1}
+    assert shares[1] < 0.26 < shares[0]
+
+    dataset = dataset_of(data, **in_tiers)
+    (flat,) = plain(dataset, 1, 2 * GLOBAL)
+    sizes = {"language": 8, "vision": 4}
+    dealt, states = delivered(data, sizes, GLOBAL // 8, **in_tiers)
+    assert_same_run(sizes, GLOBAL // 8, as_dealt(flat, dealt), dealt)
+    other = {"language": 4, "vision": 2}
+    again, _ = delivered(data, other, GLOBAL // 4, states, **in_tiers)
+    assert_same_run(other, GLOBAL // 4, as_dealt(flat[GLOBAL:], again), again)
 
 
 def test_the_data_module_balances_roles(data: Path) -> None:
