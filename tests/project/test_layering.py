@@ -45,9 +45,9 @@ LAYERS = (
 BUDGETS = {
     "core": 17_610,
     "cloud": 3_450,
-    "models": 12_253,
+    "models": 12_255,
     "trainers": 4_691,
-    "tools": 15_567,
+    "tools": 15_630,
     "compat": 2_560,
     "training": 3_150,
 }

@@ -52,7 +52,9 @@ _RIGHT = (
     *("target", "gold", "ground_truth", "gt", "solution_idx", "gt_answer", "answer_letter", "answer_label"),
 )
 _SAID = ("answer", "output", "response", "completion", "assistant", "gpt", "answers")
-_TOLD = ("text", "sentence", "transcription", "raw_transcription", "transcript", "normalized_text", "caption")
+_SPOKEN = ("sentence", "transcription", "raw_transcription", "transcript", "normalized_text")
+TOLD = ("text", *_SPOKEN, "caption", "caption_1")
+"""Columns of what is said in media or of them, the answer to a question about them if no other column has one."""
 _LETTER = "Answer with the option's letter from the given choices directly."  # of LLaVA 1.5
 
 _ASKS_LETTER = re.compile(
@@ -600,7 +602,7 @@ def filled(
     right = pair[1] if pair is not None else _column(entry, (*_SAID, *_RIGHT), _is_plain)
     if right is None:
         free = {name: value for name, value in entry.items() if name not in template_columns(template)}
-        right = _column(free, _TOLD, _is_plain)
+        right = _column(free, TOLD, _is_plain)
     if right is None:
         raise SampleError(f"there is no answer to the question: {', '.join(entry)}")
     names = (f"{right}_name", *(("category",) if right == "target" else ()))  # of the number of a class; of ESC-50

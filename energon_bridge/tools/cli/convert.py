@@ -46,7 +46,6 @@ from energon_bridge.tools.cli.prepare_options import (
     workers_option,
 )
 from energon_bridge.tools.columns.stored import read_columns
-from energon_bridge.tools.convert.arrow import ArrowSource
 from energon_bridge.tools.convert.conversations import by_options, is_conversation
 from energon_bridge.tools.convert.conversion import (
     check_first_files,
@@ -69,12 +68,11 @@ from energon_bridge.tools.convert.lists import (
     media_order,
     other_text,
     propose_layout,
-    text_columns,
-    text_of_sounds,
+    text_of_media,
     unused,
 )
 from energon_bridge.tools.convert.options import ConvertOptions
-from energon_bridge.tools.convert.rows import Layout, Source, check_layout, first_rows, is_filled
+from energon_bridge.tools.convert.rows import Layout, Row, Source, check_layout, first_rows, is_filled
 from energon_bridge.tools.convert.shard_plan import propose_samples_per_shard, sample_at, split_numbers
 from energon_bridge.tools.convert.sources import KINDS, open_source
 from energon_bridge.tools.convert.speech import PROMPT
@@ -83,6 +81,7 @@ from energon_bridge.tools.convert.split_rows import by_own_split
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
 _WITHOUT_TURNS = (*_KEPT, "folder", "COCO")
+_WITH_TEXTS = ("WebDataset", "folder of pairs")  # which --question makes conversations
 _LOOKED_AT = 20  # samples, for the media that they have
 _LOOKED_AHEAD = 1000
 _OMNI = "qwen2.5_omni_instruct"
@@ -239,7 +238,8 @@ def command(
     if not in_splits and len(opened.split_parts) < 2 and opened.kind not in _KEPT:
         layout = replace(layout, held_out=first_held_out(row.values for row in first_rows(opened)))
     check_layout(layout)
-    flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
+    asked = None if opened.kind in _WITH_TEXTS and layout.question else question
+    flags = {"--preferred": preferred, "--ignore": ignored, "--question": asked, "--answers-as": answers_as}
     if opened.kind.startswith(_WITHOUT_TURNS) and (
         flag := next((name for name, value in flags.items() if value), None)
     ):
@@ -274,7 +274,8 @@ def command(
         _show_some(bad, f"Skipped {count_of(len(bad), 'sample')}", f"which a run names in {out}/{SKIPPED}")
         which = "at all" if looked_at == len(opened) else "only at the first"
         click.echo(
-            f"A dry run: it looked {which} {looked_at:,} samples, and wrote nothing to {out}. Media stayed closed."
+            f"A dry run: it looked {which} {looked_at:,} samples, and wrote nothing to {out}. Whether all media can be "
+            "opened, a run says."
         )
         return None
     doing = choose_engine(engine, address, num_workers)
@@ -325,6 +326,10 @@ def _layout(
 
     `of_rows` has what flags say of all rows: ignored columns, the template of a question, what answers are.
     """
+    if source.kind in _WITH_TEXTS and of_rows.question and not (sample_type or fields):
+        if named := template_columns(of_rows.question):
+            raise ConfigurationError(f"--question names {named[0]!r}, but a {source.kind} has no columns.")
+        return replace(of_rows, bare=source.propose().bare)
     if source.kind in _KEPT:
         return _chosen_layout(source, source.propose(), sample_type, fields, asking=asking)
     rows = first_rows(source)
@@ -446,11 +451,8 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
         if (asked := asking_column(rows)) is not None:
             click.echo(f"  to make conversations: --question '{{{asked}}}'")
-        elif (text := text_of_sounds(rows)) is not None:
-            remedy = "list sounds in columns audio_filepath and text, as NeMo does, and give --prompt"
-            if isinstance(source, ArrowSource):
-                remedy = "--question 'Transcribe the speech.'"
-            click.echo(f"  to ask for {text}: {remedy}")
+        elif (found := text_of_media(rows)) is not None:
+            click.echo(f"  to ask for {found[0]}: --question '{found[1]}'")
     if rows and layout.question is not None:
         with suppress(SampleError):  # its sample says so
             values = rows[0].values
@@ -483,7 +485,7 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         click.echo(f"  no question is asked; to ask one: --question 'Describe the picture.' --field {answers}")
     if layout.sample_type == "ImageSample":
         click.echo("  no text: training needs one, or an encoder of yours")
-        if texts := text_columns(looked_at, dict(told).get("not used", ())):
+        if texts := _text_columns(looked_at, dict(told).get("not used", ())):
             flags = f"--sample-type CaptioningSample --field caption={texts[0]}"
             click.echo(f"  columns that look like captions: {', '.join(texts)}; to take one: {flags}")
     if options.split is None:
@@ -495,7 +497,8 @@ def _show(source: Source, options: ConvertOptions, told_by: str | None) -> None:
         named = [str(one) for one in groups if is_filled(one)]
         parts += f", by {len({*named}):,} {what}: none is in two splits"
         if alone := len(groups) - len(named):
-            parts += f" (but {count_of(alone, 'sample')} without one, dealt out by number)"
+            first = sample_at(source, layout, [*map(is_filled, groups)].index(False)).where
+            parts += f" (but {count_of(alone, 'sample')} without one, such as {first}, dealt out by number)"
     column = told_by.partition("the column ")[2] if told_by and "," in parts else ""  # of one part, ratios do alone
     ignored = f" --ignore {column}" * bool(column)
     click.echo(f"Split: {parts}" + f", as {told_by} says (--split-ratio{ignored} gives another)" * bool(told_by))
@@ -703,3 +706,9 @@ def train_line(out: Path, media: Collection[Medium | None]) -> str:
     """Return the command that trains a tiny model on a converted dataset."""
     config = f"configs/tiny/{_twin(media)}.yaml"
     return f"python -m energon_bridge.training --config {config} data.path={os.fspath(out)}"
+
+
+def _text_columns(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
+    """Return those of some columns that have several words in most rows."""
+    said = {name: [str(row.values.get(name) or "").strip() for row in rows] for name in columns}
+    return [name for name, texts in said.items() if 2 * sum(" " in one for one in texts) > len(texts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from energon_bridge.core.prepare.indexing import Prepared, prepare_dataset, rebu
 from energon_bridge.core.prepare.split import SplitRule, find_shards, parse_patterns, parse_ratio
 from energon_bridge.core.samples import CrudeSample, sample_type_by_name
 from energon_bridge.core.storage import Store, open_store
+from energon_bridge.models.conversations.parts import medium_by_name
 from energon_bridge.models.conversations.withheld import says_held_out
 from energon_bridge.tools.check.dataset_yaml import (
     check_found,
@@ -326,6 +328,10 @@ def _report(store: Store, prepared: Prepared, dataset_yaml_name: str) -> None:
     spelt = Counter(name.lower() for name in prepared.part_names)
     if alike := [name for name in prepared.part_names if spelt[name.lower()] > 1]:
         click.echo(f"Warning: {listed(alike)} are different parts: name all of them in field maps and cookers.")
+    kinds = {medium_by_name(f"x.{name}") for name in prepared.part_names}
+    if "audio" in kinds and {"txt", "json"}.intersection(prepared.part_names) == {"txt"}:
+        flags = f"{shlex.quote(str(store.root))} OUT --question 'Transcribe the speech.'"
+        click.echo(f"To make conversations of the sounds and their texts: energon convert {flags}")
     if not store.exists(meta_path(dataset_yaml_name)):
         click.echo(f"Write {store.url(meta_path(dataset_yaml_name))} before you load the dataset.")
     click.echo(f"Done: {_counted(prepared)}.")

@@ -57,6 +57,7 @@ from energon_bridge.tools.convert.rows import (
     key_of_row,
     lay_out,
     located,
+    media_folder,
 )
 from energon_bridge.tools.convert.splits import check_card_in, named_parts, part_order, split_files
 
@@ -175,8 +176,7 @@ class ArrowSource:
     ) -> None:
         self.kind = kind
         self.where = str(root)
-        media = Path(root) if media is None else media
-        self._media = media.absolute() if isinstance(media, Path) else media
+        self._media = media_folder(Path(root), media) if media is None or isinstance(media, Path) else media
         self._groups: list[Group] = []
         self._starts = [0]
         self._seen: dict[int, Mapping[str, Any]] = {}

@@ -34,6 +34,7 @@ from energon_bridge.models.conversations.parts import (
 from energon_bridge.models.conversations.questions import (
     CHOICES,
     CONTEXTS,
+    TOLD,
     AnswersAs,
     answers_as,
     columns_of,
@@ -83,6 +84,7 @@ from energon_bridge.tools.convert.rows import (
     Row,
     RowSample,
     TextRef,
+    contents_of,
     first_rows,
     is_filled,
     is_media_column,
@@ -91,6 +93,7 @@ from energon_bridge.tools.convert.rows import (
     lay_out,
     located,
     media_file,
+    media_folder,
     shown,
 )
 
@@ -105,7 +108,7 @@ class TableSource:
         self.kind = kind
         self.where = str(path)
         self.entries = entries
-        self._media = (path.parent if media is None else media).absolute()
+        self._media = media_folder(path.parent, media)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -468,7 +471,7 @@ class CocoSource:
 
     def __init__(self, path: Path, content: Mapping[str, Any], media: Path | None) -> None:
         self.where = str(path)
-        self._media = (path.parent if media is None else media).absolute()
+        self._media = media_folder(path.parent, media)
         images = content["images"]
         annotations = content["annotations"]
         notes = [_coco_fault(one, image_id=_SCALAR, caption=_SCALAR) for one in annotations]
@@ -932,21 +935,18 @@ def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:
     return caption, f"--sample-type CaptioningSample --field caption={caption}"
 
 
-def text_columns(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
-    """Return those of some columns that have several words in most rows."""
-    said = {name: [str(row.values.get(name) or "").strip() for row in rows] for name in columns}
-    return [name for name, texts in said.items() if 2 * sum(" " in one for one in texts) > len(texts)]
-
-
-def text_of_sounds(rows: Sequence[Row]) -> str | None:
-    """Return the column of the text of sounds, one in each row, or its extension; None if rows are others."""
-    of_rows = [[one for one in row.files.values() if not isinstance(one, tuple | TextRef)] for row in rows]
-    if not all(of and {medium_by_name(f"x.{one.extension}") for one in of} == {"audio"} for of in of_rows):
-        return None
-    said = ("text", "sentence", "transcription", "raw_transcription", "transcript", "normalized_text")
-    names = (*said, "caption", "caption_1")
+def text_of_media(rows: Sequence[Row]) -> tuple[str, str] | None:
+    """Return the column of the text of media, or its extension, and a question for it; None if rows are others."""
+    media = [[kind for one in contents_of(row) if (kind := medium_by_name(f"x.{one.extension}"))] for row in rows]
+    kinds = [*{kind for of in media for kind in of}]
+    column = _named(list(dict.fromkeys(name for row in rows for name in row.values)), TOLD)
     beside = [one.extension for row in rows for one in row.files.values() if isinstance(one, TextRef)]
-    return _named(list(dict.fromkeys(name for row in rows for name in row.values)), names) or next(iter(beside), None)
+    text = column or next((one for one in beside if one == "txt"), None)
+    if text is None or len(kinds) != 1 or not all(media):
+        return None
+    is_said = kinds == ["audio"] and not text.lower().startswith("caption")
+    what = {"audio": "sound", "video": "video"}.get(kinds[0], "picture" + "s" * (max(map(len, media)) > 1))
+    return text, "Transcribe the speech." if is_said else f"Describe the {what}."
 
 
 def asking_column(rows: Sequence[Row]) -> str | None:

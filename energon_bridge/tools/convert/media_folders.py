@@ -23,7 +23,17 @@ from energon_bridge.models.conversations.withheld import first_held_out
 from energon_bridge.tools.convert.conversations import as_source, check_cut, check_withheld
 from energon_bridge.tools.convert.left_out import TEXTS, beside_media, extension_of, files_below, only, stem_of
 from energon_bridge.tools.convert.lists import caption_of
-from energon_bridge.tools.convert.rows import FileRef, Layout, Row, RowSample, TextRef, first_rows, lay_out, located
+from energon_bridge.tools.convert.rows import (
+    AskedSample,
+    FileRef,
+    Layout,
+    Row,
+    SourceSample,
+    TextRef,
+    first_rows,
+    lay_out,
+    located,
+)
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, check_card_in, folder_split, names_class, says_held_out
 
 _KINDS = (
@@ -161,7 +171,7 @@ class FolderSource:
             raise SourceError(f"{self._root}/{name}: has two captions, {same[0]} and {same[1]}. Move one of them away.")
         return same[0]
 
-    def sample(self, number: int, layout: Layout) -> RowSample:
+    def sample(self, number: int, layout: Layout) -> SourceSample:
         """Return a sample, not read yet; raises SourceError for one that the JSON beside it withholds, or cuts."""
         row = self.row(number)
         if not layout.is_crude and (said := _said_beside(row)):
@@ -169,7 +179,7 @@ class FolderSource:
                 beside = replace(row, values=said)
                 check_withheld(beside, replace(layout, held_out=self._held_out))
                 check_cut(beside, layout)
-        return lay_out(row, layout, number)
+        return AskedSample.by(layout, lay_out(row, layout, number))
 
     @cached_property
     def _held_out(self) -> bool | None:

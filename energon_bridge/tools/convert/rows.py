@@ -23,7 +23,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, Protocol, TypeVar
 
 from energon_bridge.core.errors import (
@@ -221,6 +221,33 @@ MediaRoot = Path | Store
 """Where the files lie that rows name by relative paths."""
 
 
+class FolderAbove(PosixPath):
+    """A folder above that of a list: relative paths of files that are not there are those of files beside the list."""
+
+    beside: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return media_folder, (self.beside, Path(self))
+
+
+def media_folder(beside: Path, media: Path | None) -> Path:
+    """Return what the paths of a list are relative to: what lies beside it, or the folder that is given for it."""
+    if media is None or isinstance(media, FolderAbove):
+        return media or beside.absolute()
+    if Path(os.path.abspath(media)) not in (there := Path(os.path.abspath(beside))).parents:
+        return media.absolute()
+    above = FolderAbove(os.path.abspath(media))
+    above.beside = there
+    return above
+
+
+def _place(text: str, root: Path) -> str:
+    path = os.path.join(root, text)
+    if isinstance(root, FolderAbove) and not os.path.exists(path):
+        path = next(filter(os.path.exists, [os.path.join(root.beside, text)]), path)
+    return path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One row of a source: plain values and files by column. `where` is its place, for errors; no key: its number.
@@ -349,6 +376,44 @@ class RowSample:
         """Return its parts, and the accesses of its fields."""
         with located(self.where):
             return [(name, content.read()) for name, content in self.parts], self.fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedSample:
+    """A sample of media and a text, each a part of its own, as a question about them and its answer."""
+
+    key: str
+    where: str
+    num_rejected: int = 0
+    of: SourceSample
+    question: str
+
+    @classmethod
+    def by(cls, layout: Layout, sample: SourceSample) -> SourceSample:
+        """Return a sample as it is, or with the question of the layout, if it has one."""
+        question = layout.question
+        return sample if question is None else cls(key=sample.key, where=sample.where, of=sample, question=question)
+
+    def sizes(self) -> list[tuple[str, int]]:
+        return [(name, len(data)) for name, data in self.read()[0]]
+
+    def mark(self) -> str:
+        return f"{self.of.mark()}\0{self.question}"
+
+    def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
+        """Return its parts, with the text in JSON."""
+        parts = dict(self.of.read()[0])
+        texts = [name for name in parts if name.rpartition(".")[2] == "txt"]
+        if len(texts) != 1 or "json" in parts or not any(medium_by_name(f"x.{name}") for name in parts):
+            raise SourceError(
+                f"{self.where}: has the parts {', '.join(parts)}; --question asks about images, videos or sounds with "
+                "one text (txt) beside them, and no JSON."
+            )
+        try:
+            entry = {"question": self.question, "answer": parts.pop(texts[0]).decode().strip()}
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{self.where}: its {texts[0]} is not UTF-8: {error}. Write it as such.") from error
+        return [*parts.items(), ("json", json.dumps(entry, ensure_ascii=False).encode())], {}
 
 
 def shown(value: object) -> str:
@@ -614,12 +679,12 @@ def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef
             raise SourceError(f"the path {text!r} leads out of {root.root}.")
         extension = Path(rel).suffix[1:].lower() or _by_head(StoredFile(root, rel, ""), rel, any_kind)
         return StoredFile(root, rel, extension)
-    path = os.path.normpath(os.path.join(root, text))
+    path = os.path.normpath(_place(text, root))
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
         raise SourceError(
             f"the path {text!r} leads out of {root}. Name a folder that has all files: energon convert --media "
-            f"{os.path.dirname(path)}, or {os.path.commonpath((os.path.abspath(root), os.path.dirname(path)))}, which "
-            "has both; relative paths are then looked for from there."
+            f"{os.path.commonpath((os.path.abspath(root), os.path.dirname(path)))}. Relative paths are then looked for "
+            "from there, and those that are not there beside the list."
         )
     return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path, any_kind))
 
@@ -655,7 +720,7 @@ def is_file_of(value: Any, column: str, root: MediaRoot) -> bool:
     extension = value.rpartition(".")[2]
     if named and len(extension) < len(value) and extension.isalnum() and len(extension) < 6:
         return True
-    return isinstance(root, Path) and "\0" not in value and os.path.isfile(os.path.join(root, value))
+    return isinstance(root, Path) and "\0" not in value and os.path.isfile(_place(value, root))
 
 
 def is_media_column(name: str) -> bool:

@@ -53,6 +53,7 @@ from energon_bridge.tools.convert.rows import (
     is_filled,
     located,
     media_file,
+    media_folder,
     shown,
 )
 from energon_bridge.tools.convert.splits import folder_split, part_order
@@ -406,7 +407,7 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
     texts = {name: rest for _, name, rest in _lines(folder / "text")}
     recordings = {name: rest for _, name, rest in _lines(folder / "wav.scp")}
     relative = (path for path in recordings.values() if not (os.path.isabs(path) or _NO_PATH.search(path)))
-    media = media or _root_of(folder, next(relative, ""))
+    media = media_folder(_root_of(folder, next(relative, "")), media)
     listed = "segments" if (folder / "segments").exists() else "wav.scp"
     places: dict[str, dict[str, Any] | SourceError] = {name: {_FILE: path} for name, path in recordings.items()}
     if listed == "segments":
@@ -414,6 +415,8 @@ def open_kaldi(folder: Path, media: Path | None, prompt: str) -> SpeechSource:
         places = {name: _segment(rest, recordings, f"{path}, line {at} (id {name})") for at, name, rest in _lines(path)}
     told = {name: rest for _, name, rest in _lines(folder / "utt2spk")} if (folder / "utt2spk").exists() else {}
     said_by = {name: {_SPEAKERS[0]: told[name]} for name in places if name in told}
+    if told and (lost := [name for name in places if name not in told]):
+        _logger.warning("%s: utt2spk has no speaker of %d utterances, such as %s", folder, len(lost), lost[0])
     entries = [
         of if isinstance(of, SourceError) else {"id": name, **of, "text": texts.get(name), **said_by.get(name, {})}
         for name, of in places.items()

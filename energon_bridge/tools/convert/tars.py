@@ -26,7 +26,7 @@ from energon_bridge.core.format.tar_index import ShardScan, other_parts, scan_ta
 from energon_bridge.core.order.rng import key_of
 from energon_bridge.core.prepare.split import find_shards
 from energon_bridge.core.storage import LocalStore, Store, open_store
-from energon_bridge.tools.convert.rows import Layout, Row
+from energon_bridge.tools.convert.rows import AskedSample, Layout, Row, SourceSample
 from energon_bridge.tools.convert.splits import SPLIT_ORDER, split_files
 
 if TYPE_CHECKING:
@@ -83,10 +83,13 @@ class _TarSamples:
 
     def row(self, number: int) -> Row:
         """Return a sample's parts as columns, for people to look at."""
-        return self.sample(number, _CRUDE).row()
+        return self._sample(number, {}).row()
 
-    def sample(self, number: int, layout: Layout) -> TarSample:
+    def sample(self, number: int, layout: Layout) -> SourceSample:
         """Return a sample, not read yet."""
+        return AskedSample.by(layout, self._sample(number, layout.fields))
+
+    def _sample(self, number: int, fields: Mapping[str, str]) -> TarSample:
         store, shard, key, offset, length, follow = self._find(number)
         return TarSample(
             key=f"{number:09d}" if self._numbered else key,
@@ -95,7 +98,7 @@ class _TarSamples:
             shard=shard,
             offset=offset,
             length=length,
-            fields=layout.fields,
+            fields=fields,
             follow=follow,
         )
 

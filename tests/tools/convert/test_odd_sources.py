@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -169,3 +170,48 @@ def test_images_that_learn_their_mode_when_they_load() -> None:
     image.save(stream, "ICNS")
     found = decode_image(stream.getvalue(), image_form("rgb8"), part="icns")
     assert (np.asarray(found) == (10, 200, 30)).all()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "messages", "csv", "coco", "parquet"])
+def test_the_folder_that_is_proposed_for_absolute_paths_works(tmp_path, form):
+    """Beside relative ones, also of names that the folder above has itself, which are taken first."""
+    folders = {"here": tmp_path / "lists/here", "there": tmp_path / "others/there"}
+    for name, folder in folders.items():
+        (folder / "pictures").mkdir(parents=True)
+        for number in range(2):
+            (folder / f"pictures/{number}.jpg").write_bytes(picture(10 * len(name) + number, "JPEG"))
+    names = ["pictures/0.jpg", str(folders["there"] / "pictures/0.jpg"), "pictures/1.jpg"]
+    rows = [{"image": name, "caption": f"a {number}"} for number, name in enumerate(names)]
+    source = folders["here"] / f"list.{form}"
+    if form == "csv":
+        source.write_text("image,caption\n" + "".join(f"{row['image']},{row['caption']}\n" for row in rows))
+    elif form == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), source)
+    elif form == "coco":
+        listed = {
+            "images": [{"id": number, "file_name": name} for number, name in enumerate(names)],
+            "annotations": [{"image_id": number, "caption": "a"} for number in range(3)],
+        }
+        source = source.with_suffix(".json")
+        source.write_text(json.dumps(listed))
+    else:
+        said = {"role": "assistant", "content": "a"}
+        asked = [{"role": "user", "content": [{"type": "image", "image": name}]} for name in names]
+        talks = [{"messages": [one, said]} for one in asked]
+        source = source.with_suffix(".jsonl")
+        source.write_text("".join(f"{json.dumps(one)}\n" for one in (talks if form == "messages" else rows)))
+    flags = ("--split-ratio", "1,0,0", "--samples-per-shard", 1, "--num-workers", 2)
+    message = refused(source, tmp_path / "out", *flags)
+    proposed = re.search(r"energon convert (--media \S+)\. ", message)
+    assert proposed is not None, message
+    assert proposed[1] == f"--media {tmp_path}"
+    stored = members(converted(source, tmp_path / "out", *flags, *proposed[1].split()))
+    wanted = [Path(folders["here"] / name).read_bytes() for name in names]
+    assert [stored[name] for name in sorted(stored) if name.endswith("jpg")] == (
+        [wanted[number] for number in (1, 0, 2)] if form == "coco" else wanted
+    )
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/0.jpg").write_bytes(picture(3, "JPEG"))
+    stored = members(converted(source, tmp_path / "two", *flags, *proposed[1].split())).values()
+    assert [part in stored for part in (picture(3, "JPEG"), *wanted)] == [True, False, True, True]

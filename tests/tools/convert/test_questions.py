@@ -632,7 +632,7 @@ def test_tables_of_speech_say_how_to_ask_for_their_texts(tmp_path: Path) -> None
     (tmp_path / "a.wav").write_bytes(b"RIFF")
     rows = [{"client_id": "x", "path": "a.wav", "caption": "Hello to you all", "locale": "en"}]
     output = output_of("convert", listed(tmp_path, rows), tmp_path / "out", "--no-ask", "--no-progress", "--dry-run")
-    assert "to ask for caption: list sounds in columns audio_filepath and text" in output
+    assert "to ask for caption: --question 'Describe the sound.'\n" in output
 
 
 def test_sounds_with_texts_beside_them_say_how_to_ask_for_these(tmp_path: Path) -> None:
@@ -640,7 +640,7 @@ def test_sounds_with_texts_beside_them_say_how_to_ask_for_these(tmp_path: Path) 
         (tmp_path / f"{name}.wav").write_bytes(b"RIFF")
         (tmp_path / f"{name}.txt").write_text("Hello to you all")
     output = output_of("convert", tmp_path, tmp_path / "out", "--no-ask", "--no-progress", "--dry-run")
-    assert "to ask for txt: list sounds in columns audio_filepath and text" in output
+    assert "to ask for txt: --question 'Transcribe the speech.'\n" in output
 
 
 def test_flags_of_questions_are_refused_where_there_are_none(tmp_path: Path) -> None:

@@ -597,7 +597,7 @@ def test_lists_of_speech_are_known_by_their_columns(tmp_path: Path, file: str, t
     talks = delivered(tmp_path / "out")
     assert [said(one) for one in talks] == [("What is said?", words) for _, words, _ in found]
     told = convert(source, tmp_path / "table", "--kind", "table")
-    assert f"to ask for {text}: list sounds in columns" in told
+    assert f"to ask for {text}: --question 'Transcribe the speech.'" in told
     assert f"'{text}': '{found[0][1]}'" in told
     for talk, (path, _, _) in zip(talks, found, strict=True):
         expected, _ = soundfile.read(tmp_path / path, always_2d=True)
@@ -621,7 +621,8 @@ def test_texts_about_sounds_are_no_speech(tmp_path: Path) -> None:
         source.write_text(f"{file},{text}\n" + "".join(f"{path},{words}\n" for path, words, _ in found))
         told = convert(source, tmp_path / f"out {text}")
         assert "CSV, 3 samples" in told
-        assert f"to ask for {text}: list sounds in columns audio_filepath and text" in told
+        what = "Describe the sound." if text == "caption" else "Transcribe the speech."
+        assert f"to ask for {text}: --question '{what}'" in told
 
 
 def test_folders_of_librispeech(tmp_path: Path) -> None:
@@ -716,9 +717,9 @@ def test_absolute_paths_of_kaldi_ask_for_a_folder_that_has_all(tmp_path: Path) -
     (data / "wav.scp").write_text("".join(f"u{n} {path}\n" for n, path in enumerate(sounds)))
     (data / "text").write_text("u0 ONE\nu1 TWO\n")
     told = refusal_of("convert", data, tmp_path / "out", "--no-progress")
-    assert f"--media {tmp_path}/sounds/anna, or {tmp_path}, which has both" in told
+    assert f"--media {tmp_path}. " in told
     told = refusal_of("convert", data, tmp_path / "out", "--no-progress", "--media", tmp_path / "sounds/anna")
-    assert f"--media {tmp_path}/sounds/bert, or {tmp_path}/sounds, which has both" in told
+    assert f"--media {tmp_path}/sounds. " in told
     for number, media in enumerate((tmp_path, tmp_path / "sounds", "/")):
         convert(data, tmp_path / f"out{number}", "--media", media)
         assert [said(one)[1] for one in delivered(tmp_path / f"out{number}")] == ["ONE", "TWO"]
@@ -738,7 +739,7 @@ def test_absolute_paths_beside_relative_ones_are_told_of_too(tmp_path: Path, for
             source = lines(tmp_path / "a/b/c/recipe/m.jsonl", rows)
         told = refusal_of("convert", source, tmp_path / "out", "--no-progress")
         assert f"leads out of {tmp_path}/a/b/c/recipe. Name a folder that has all files" in told
-        assert f"--media {tmp_path}/sounds, or {tmp_path}, which has both" in told
+        assert f"--media {tmp_path}. " in told
         convert(source, tmp_path / f"out {names[0][0]}", "--media", tmp_path)
         assert [said(one)[1] for one in delivered(tmp_path / f"out {names[0][0]}")] == ["ONE", "TWO"]
 
@@ -788,3 +789,71 @@ def test_speech_in_tables_is_asked_for_by_a_question(tmp_path: Path) -> None:
     assert texts == [["Transcribe the speech.", words] for _, words, _ in found]
     for talk, (path, _, _) in zip(talks, found, strict=True):
         assert np.array_equal(sound_in(talk)[0], soundfile.read(tmp_path / path, always_2d=True)[0])
+
+
+@pytest.mark.parametrize("form", ["folder", "tars", "prepared"])
+def test_sounds_with_texts_beside_them_become_conversations_about_them(tmp_path: Path, form: str) -> None:
+    """By the command that is proposed."""
+    source = tmp_path / "pairs"
+    texts = {f"u{number}": f"Hello {number}, ça va?" for number in range(4)}
+    for number, (name, text) in enumerate(texts.items()):
+        written(source / f"{name}.wav", 0.5, seed=number)
+        (source / f"{name}.txt").write_text(f"{text}\n")
+    if form != "folder":
+        with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            for path in sorted(source.iterdir()):
+                tar.add(path, path.name)
+        (tmp_path / "tars").mkdir()
+        (tmp_path / "0.tar").rename(tmp_path / "tars/0.tar")
+        source = tmp_path / "tars"
+    if form == "prepared":
+        flags = ("--non-interactive", "--split-ratio", "1,0,0", "--sample-type", "CrudeWebdataset")
+        proposed = re.search(rf"energon convert {source} OUT (.*)", output_of("prepare", source, *flags))
+    else:
+        proposed = re.search("to ask for txt: (.*)", convert(tmp_path / "pairs", tmp_path / "out", "--dry-run"))
+    assert proposed is not None
+    told = convert(source, tmp_path / "out", *shlex.split(proposed[1]))
+    assert "configs/tiny/qwen2_audio_instruct.yaml" in told
+    talks = delivered(tmp_path / "out")
+    for talk, (name, text) in zip(talks, texts.items(), strict=True):
+        assert [turn["content"] for turn in talk.messages] == ["Transcribe the speech.", text]
+        assert np.array_equal(sound_in(talk)[0], soundfile.read(tmp_path / f"pairs/{name}.wav", always_2d=True)[0])
+    told = convert(source, tmp_path / "out", "--question", "What is said?", "--overwrite")
+    assert [talk.messages[0]["content"] for talk in delivered(tmp_path / "out")] == ["What is said?"] * 4
+    assert "Unchanged" not in told
+
+
+def test_what_cannot_be_asked_about_is_refused(tmp_path: Path) -> None:
+    """A text in another encoding, samples with JSON, columns that are not there."""
+    for name, text in (("a", b"good"), ("b", b"caf\xe9")):
+        written(tmp_path / f"tar/{name}.wav", 0.5)
+        (tmp_path / f"tar/{name}.txt").write_bytes(text)
+    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        for path in sorted((tmp_path / "tar").iterdir()):
+            tar.add(path, path.name)
+    asked = ("--no-progress", "--question")
+    for source in (tmp_path / "0.tar", tmp_path / "tar"):
+        told = refusal_of("convert", source, tmp_path / "out", *asked, "What?")
+        assert "is not UTF-8" in told
+        assert "Write it as such" in told
+        told = refusal_of("convert", source, tmp_path / "out", *asked, "What, in {language}?")
+        assert "language" in told
+    (tmp_path / "tar/b.txt").rename(tmp_path / "tar/b.json")
+    (tmp_path / "tar/b.json").write_text("{}")
+    told = refusal_of("convert", tmp_path / "tar", tmp_path / "out", *asked, "What?")
+    assert "b.wav: has the parts wav, json; --question asks about images, videos or sounds with one text" in told
+
+
+def test_utterances_without_a_speaker_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of Kaldi's folders, whether or not samples are dealt out to splits by speakers."""
+    found = list(utterances(tmp_path, 3, 2))
+    (tmp_path / "wav.scp").write_text("".join(f"u{n} {tmp_path}/{path}\n" for n, (path, _, _) in enumerate(found)))
+    (tmp_path / "text").write_text("".join(f"u{n} {text}\n" for n, (_, text, _) in enumerate(found)))
+    speakers = "".join(f"u{n} {who}\n" for n, (_, _, who) in enumerate(found) if n not in (2, 4))
+    (tmp_path / "utt2spk").write_text(speakers)
+    told = convert(tmp_path, tmp_path / "out")
+    said_of = [message for message in caplog.messages if "utt2spk" in message]
+    assert said_of == [f"{tmp_path}: utt2spk has no speaker of 2 utterances, such as u2"]
+    assert "without one" not in told
+    told = output_of("convert", tmp_path, tmp_path / "two", "--split-ratio", "1,1,0", "--no-progress")
+    assert f"(but 2 samples without one, such as {tmp_path}, utterance 3 (id u2), dealt out by number)" in told
