@@ -377,7 +377,7 @@ class Position(ABC):
         if dropped := sum(left):
             logger.warning(
                 "rank %d: dropping %d samples that waited for a pack or batch in %d of its lanes: their datasets left "
-                "the mix",
+                "the mix or changed",
                 *(self.plan.config.dp_rank, dropped, len(left) - left.count(0)),
             )
         nothing = dict.fromkeys(COUNTERS, 0)

@@ -617,7 +617,8 @@ def _report_grown(out: Path, added: int) -> None:
     """Print what new shards mean for runs and mixes that have the dataset."""
     click.echo(
         f'{out} grew by {count_of(added, "shard")}: runs from before resume on it with on_mismatch="adapt" '
-        "(training: data.on_mismatch=adapt) only."
+        "(training: data.on_mismatch=adapt) only, begin its epoch again and drop those of its samples that wait in "
+        "packs; new samples in a dataset of their own, in a mix, cost them nothing."
     )
     if names := ", ".join(read_columns(open_store(out))):
         click.echo(f"Mixes that use its columns ({names}) stop until you add these again: energon columns add {out} …")

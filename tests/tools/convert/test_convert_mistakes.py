@@ -854,7 +854,7 @@ def test_groups_stay_in_their_split_when_a_list_grows(tmp_path: Path) -> None:
     before = values_of_parts(tmp_path / "out", "product_id")
     source.write_text(text)
     told = output_of("convert", source, tmp_path / "out", *flags)
-    assert 'runs from before resume on it with on_mismatch="adapt" (training: data.on_mismatch=adapt) only' in told
+    assert 'resume on it with on_mismatch="adapt" (training: data.on_mismatch=adapt) only, begin its epoch' in told
     after = values_of_parts(tmp_path / "out", "product_id")
     assert all(before[part] <= after[part] for part in before)
     assert not after["train"] & after["val"]
