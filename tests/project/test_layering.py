@@ -47,7 +47,7 @@ BUDGETS = {
     "cloud": 3_450,
     "models": 12_255,
     "trainers": 4_691,
-    "tools": 15_630,
+    "tools": 15_645,
     "compat": 2_560,
     "training": 3_150,
 }

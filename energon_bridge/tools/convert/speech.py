@@ -40,7 +40,7 @@ from energon_bridge.models.av.av_decoder import is_lossless
 from energon_bridge.models.av.media_file import import_av
 from energon_bridge.models.conversations.parts import PLACES, medium_by_name
 from energon_bridge.models.conversations.questions import template_columns, with_texts
-from energon_bridge.models.conversations.segments import segment_meaning
+from energon_bridge.models.conversations.segments import part_meaning, segment_meaning
 from energon_bridge.models.conversations.turns import CONVERSATIONS, doubts_of, find_pair
 from energon_bridge.tools.convert.lists import LineEntries, ListedEntries, TableSource
 from energon_bridge.tools.convert.rows import (
@@ -263,6 +263,10 @@ class SpeechSource(TableSource):
         if str(entry.get(self.text)).strip() in _NO_SPEECH:
             raise SkipSample(f"{where}: `{self.text}` is {entry[self.text]!r}: no speech")
         sample = super().sample(number, layout)
+        named = (name for name in entry if name not in layout.ignored and part_meaning(name) == "channel")
+        for name in (name for name in named if str(entry[name]).strip() == "0"):  # others are refused without a look
+            with located(where):
+                _check_only_channel(name, sample)
         return SpeechSample(**{name: getattr(sample, name) for name in RowSample.__slots__})
 
     def _name_mark(self, text: str) -> None:
@@ -312,6 +316,19 @@ def _punctuated(text: Any) -> Any:
     if not isinstance(text, str) or "<" not in text:
         return text
     return _PUNCTUATION_MARK.sub(lambda tag: _PUNCTUATION[tag[1]], text).strip()
+
+
+def _check_only_channel(name: str, sample: RowSample) -> None:
+    """Raise SourceError if the first channel of a sound is named, and it has others."""
+    for part in (part for _, part in sample.parts if isinstance(part, SoundPart)):
+        channels = None
+        with suppress(DecodeError, OSError), AVDecoder.open(part.path) as sound:  # reading it says what is wrong
+            channels = sound.get_metadata(get_video=False, get_audio_duration=False).audio_channels
+        if channels is not None and channels > 1:
+            raise SourceError(
+                f"`{name}` is 0, and {part.path} has {channels} channels, which are not cut to it: do so beforehand, "
+                f"or learn the text with all of them (energon convert with --ignore {name})."
+            )
 
 
 def _is_translated(entry: Mapping[str, Any]) -> bool:

@@ -408,6 +408,20 @@ def test_a_channel_of_a_recording_is_refused(tmp_path: Path) -> None:
     assert "2 samples" in convert(tmp_path / "data", tmp_path / "out", "--ignore", "channel")
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+def test_the_first_channel_is_refused_if_there_are_others(tmp_path: Path, channels: int) -> None:
+    written(tmp_path / "a.wav", 2, channels=channels)
+    entry = {"audio_filepath": "a.wav", "offset": 0.5, "duration": 1, "text": "hello", "channel_selector": 0}
+    (tmp_path / "list.json").write_text(json.dumps(entry) + "\n" + json.dumps(entry | {"offset": 0.75}) + "\n")
+    if channels == 2:
+        told = refusal_of("convert", tmp_path / "list.json", tmp_path / "out", "--no-progress", "--num-workers", 1)
+        assert "line 1: `channel_selector` is 0" in told
+        assert "a.wav has 2 channels" in told
+        assert "2 samples" in convert(tmp_path / "list.json", tmp_path / "out", "--ignore", "channel_selector")
+    else:
+        assert "2 samples" in convert(tmp_path / "list.json", tmp_path / "out")
+
+
 def test_what_kaldi_cannot_give_is_named(tmp_path: Path) -> None:
     kaldi(tmp_path / "data", segments=True)
     (tmp_path / "data/wav.scp").write_text("rec1 flac -c -d rec1.flac |\nrec2 wav/rec2.wav\n")
