@@ -374,8 +374,9 @@ def check_parts(entry: Mapping[str, Any], there: Mapping[Medium, int], extension
             of_kind = "video"
             is_part = bool(numbers)
         elif part == "channel":
-            is_side = isinstance(value, str) and value.strip().lower() in _SIDES
-            is_part = is_side or max(numbers, default=0) > 0
+            is_part = str(value).strip().lower() in _SIDES or max(numbers, default=0) > 0
+            if not is_part and numbers and not is_count and there.get(of_kind):  # how many there are is not known here
+                _warn(names[0], "0, as the first channel of its audio, which is not cut to it: all are averaged")
         elif part == "tile":
             is_part = bool(numbers)
         elif part == "choice":

@@ -276,7 +276,7 @@ def _samples(value: Any) -> np.ndarray:
 
 
 def _mono(samples: np.ndarray, decoder: AVDecoder | None = None) -> tuple[np.ndarray, Doubt | None]:
-    """Return the mean of channels (channels, samples), float32, and what is odd about it; they are of a decoder."""
+    """Return the mean of channels (channels, samples), float32, and what is odd; `decoder` is that of their file."""
     floats = np.atleast_2d(as_floats(samples))
     mono = _mean(floats)
     return mono, _Loudness.of(floats, mono).doubt(decoder)
@@ -310,7 +310,7 @@ class _Loudness(NamedTuple):
         return cls(heard, heard if len(floats) == 1 else _energy(floats) / len(floats), floats.shape[1], int(beyond))
 
     def doubt(self, decoder: AVDecoder | None) -> Doubt | None:
-        """Return what is odd; they are samples of a decoder, or given ones."""
+        """Return what is odd about samples; `decoder` is that of their file, None if they were given."""
         if self.length and self.heard <= _SILENT * self.length:
             return "silent" if self.energy <= _SILENT * self.length else "cancelled"
         if self.heard < _CANCELLED * self.energy:
@@ -325,7 +325,7 @@ def _energy(samples: np.ndarray) -> float:
 
 Doubt = Literal["silent", "cancelled", "loud"]
 """What may be odd about a sound: nothing is heard; its channels are the reverse of each other, so that little is left
-of their mean; its samples are larger than full scale, in the mean, or one that was stored as it is."""
+of their mean; its samples exceed full scale: in the mean, or, if stored without loss, one of them."""
 _BEYOND = 1.1
 """A sample well beyond full scale: resampling gets near it, and what codecs with losses decode goes up to 3.5."""
 _SILENT = 1e-10

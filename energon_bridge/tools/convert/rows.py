@@ -222,7 +222,7 @@ MediaRoot = Path | Store
 
 
 class FolderAbove(PosixPath):
-    """A folder above that of a list: relative paths of files that are not there are those of files beside the list."""
+    """A folder above that of a list: relative paths of files that are not below it are looked for beside the list."""
 
     beside: Path
 
@@ -243,9 +243,10 @@ def media_folder(beside: Path, media: Path | None) -> Path:
 
 def _place(text: str, root: Path) -> str:
     path = os.path.join(root, text)
-    if isinstance(root, FolderAbove) and not os.path.exists(path):
-        path = next(filter(os.path.exists, [os.path.join(root.beside, text)]), path)
-    return path
+    if not isinstance(root, FolderAbove) or os.path.exists(path):
+        return path
+    beside = os.path.join(root.beside, text)
+    return beside if os.path.exists(beside) else path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -684,7 +685,7 @@ def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef
         raise SourceError(
             f"the path {text!r} leads out of {root}. Name a folder that has all files: energon convert --media "
             f"{os.path.commonpath((os.path.abspath(root), os.path.dirname(path)))}. Relative paths are then looked for "
-            "from there, and those that are not there beside the list."
+            "there first, then beside the list."
         )
     return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path, any_kind))
 

@@ -263,10 +263,10 @@ class SpeechSource(TableSource):
         if str(entry.get(self.text)).strip() in _NO_SPEECH:
             raise SkipSample(f"{where}: `{self.text}` is {entry[self.text]!r}: no speech")
         sample = super().sample(number, layout)
-        named = (name for name in entry if name not in layout.ignored and part_meaning(name) == "channel")
-        for name in (name for name in named if str(entry[name]).strip() == "0"):  # others are refused without a look
-            with located(where):
-                _check_only_channel(name, sample)
+        for name in entry:  # other channels than the first are refused without a look
+            if name not in layout.ignored and part_meaning(name) == "channel" and str(entry[name]).strip() == "0":
+                with located(where):
+                    _check_only_channel(name, sample)
         return SpeechSample(**{name: getattr(sample, name) for name in RowSample.__slots__})
 
     def _name_mark(self, text: str) -> None:
@@ -320,8 +320,10 @@ def _punctuated(text: Any) -> Any:
 
 def _check_only_channel(name: str, sample: RowSample) -> None:
     """Raise SourceError if the first channel of a sound is named, and it has others."""
-    for part in (part for _, part in sample.parts if isinstance(part, SoundPart)):
+    for _, part in sample.parts:
         channels = None
+        if not isinstance(part, SoundPart):
+            continue
         with suppress(DecodeError, OSError), AVDecoder.open(part.path) as sound:  # reading it says what is wrong
             channels = sound.get_metadata(get_video=False, get_audio_duration=False).audio_channels
         if channels is not None and channels > 1:

@@ -167,6 +167,18 @@ def test_what_is_no_part_is_left_beside(
     assert "is a place" not in caplog.text
 
 
+@pytest.mark.parametrize("form", ["pair", "turns"])
+def test_the_first_channel_is_named(form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A sound of one channel has it, and of several it is a part; files are not opened for it."""
+    turns = {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "x"}]}
+    row = {"audio": "a.wav", **(turns if form == "turns" else ASKED), "channel": 0}
+    convert(lines(tmp_path, row, row), tmp_path / "out", *ALL)
+    assert caplog.text.count("`channel` of a sample is 0, as the first channel of its audio") == 1
+    caplog.clear()
+    convert(lines(tmp_path, row), tmp_path / "whole", *ALL, "--ignore", "channel")
+    assert "first channel" not in caplog.text
+
+
 def test_a_box_without_a_text_is_a_label(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """COCO; CUB-200."""
     for label in ({"category_id": 3}, {"label": 3}):
